@@ -1,0 +1,166 @@
+"""Ways out when the pool is too small: settings that were simulated, cheapest first, and the sentences around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from onebudget.budget.ledger import Change, Ledger
+from onebudget.budget.pool import budget_needed, missing_bytes, pool_tokens
+from onebudget.errors import BudgetError
+from onebudget.units import ceil_div, format_bytes
+
+if TYPE_CHECKING:
+    from onebudget.budget.cost import CacheCost
+    from onebudget.budget.profile import ProfileResult
+    from onebudget.budget.reserves import ReserveLine
+    from onebudget.budget.shares import Inputs, Shares
+    from onebudget.config import BudgetConfig
+
+MOST_FRACTION_PERCENT = 99
+"""No advice goes beyond this share: what is left covers what no profile can see."""
+
+_PRICES = {
+    "max_gpu_total_bytes": 0, "kv_max_tokens": 0, "free_gpu_memory_fraction": 1, "context_kv_len_cap": 2,
+    "enable_penalties": 3, "cuda_graph_batch_sizes": 3, "max_loras": 3, "max_num_tokens": 4, "max_batch_size": 5,
+    "max_seq_len": 6, "kv_cache_dtype": 7, "dtype": 8, "device_memory": 9,
+}  # fmt: skip
+_UNKNOWN_PRICE = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A change worth simulating. Whatever is left None stays as it is; a change that alters what the probe would see or
+    what a token costs must bring its own profile, cost or reserves."""
+
+    set: Mapping[str, Any]
+    profile: ProfileResult | None = None
+    cost: CacheCost | None = None
+    reserves: tuple[ReserveLine, ...] | None = None
+    total_bytes: int | None = None
+
+
+Simulate = Callable[["Inputs"], "Shares"]
+MoreCandidates = Callable[["BudgetConfig"], Iterable[Candidate]]
+
+
+def find_changes(inputs: Inputs, simulate: Simulate, more: MoreCandidates | None) -> tuple[Change, ...]:
+    """Changes after which one request of ``max_seq_len`` fits, cheapest first; none when it fits already.
+
+    Cheap is what takes little from the user: first lifting a cap, then the slack of the fraction, then speed, then size
+    of batch and request, then precision, then a bigger card. Where no single change is enough, all of our own are tried
+    together.
+    """
+    now = simulate(inputs)
+    if missing_bytes(inputs, now) == 0:
+        return ()
+    own = list(_own_candidates(inputs, now))
+    tried = [_simulated(inputs, now, item, simulate) for item in (*own, *(more(inputs.config) if more else ()))]
+    enough = [change for change, fits in tried if fits]
+    if not enough and len(own) > 1:
+        together, fits = _simulated(inputs, now, _together(own), simulate)
+        enough = [together] if fits else []
+    return tuple(sorted(enough, key=_price))
+
+
+def _price(change: Change) -> tuple[int, int]:
+    return max(_PRICES.get(name, _UNKNOWN_PRICE) for name in change.set), len(change.set)
+
+
+def _together(candidates: Iterable[Candidate]) -> Candidate:
+    return Candidate(set={name: value for item in candidates for name, value in item.set.items()})
+
+
+def _simulated(inputs: Inputs, now: Shares, candidate: Candidate, simulate: Simulate) -> tuple[Change, bool]:
+    changed = _apply(inputs, candidate)
+    then = simulate(changed)
+    gains = max(then.pool_bytes, 0) - max(now.pool_bytes, 0)
+    blocks = pool_tokens(changed, then.pool_bytes) // changed.config.tokens_per_block
+    return Change(dict(candidate.set), max(gains, 0), blocks > 0), missing_bytes(changed, then) == 0
+
+
+def _apply(inputs: Inputs, candidate: Candidate) -> Inputs:
+    config = inputs.config.replace(**candidate.set)
+    workspace = inputs.context_workspace
+    if workspace and workspace.kv_len_cap and "context_kv_len_cap" in candidate.set:
+        workspace = replace(workspace, kv_len_cap=min(workspace.kv_len_cap, candidate.set["context_kv_len_cap"]))
+    total = candidate.total_bytes or candidate.set.get("device_memory") or inputs.total_bytes
+    return replace(
+        inputs,
+        config=config,
+        profile=candidate.profile or inputs.profile,
+        cost=candidate.cost or inputs.cost,
+        reserves=inputs.reserves if candidate.reserves is None else candidate.reserves,
+        total_bytes=total,
+        context_workspace=workspace,
+    )
+
+
+def _own_candidates(inputs: Inputs, now: Shares) -> Iterator[Candidate]:
+    """Changes that need no new profile, each as small as suffices by itself."""
+    config, needed = inputs.config, budget_needed(inputs)
+    caps = {cap.name: cap.limit_bytes for cap in now.caps}
+    if caps.get("max_gpu_total_bytes", needed) < needed:
+        yield Candidate(set={"max_gpu_total_bytes": needed})
+    if caps.get("kv_max_tokens", needed) < needed and inputs.cost.slope > 0:
+        yield Candidate(set={"kv_max_tokens": ceil_div(needed - inputs.cost.intercept, inputs.cost.slope)})
+    if now.available_bytes < needed and now.left_bytes > 0:
+        percent = min(ceil_div(100 * needed, now.left_bytes), MOST_FRACTION_PERCENT)
+        if percent / 100 > config.free_gpu_memory_fraction:
+            yield Candidate(set={"free_gpu_memory_fraction": percent / 100})
+    workspace = inputs.context_workspace
+    if workspace and workspace.kv_len_cap and workspace.kv_len_cap > config.max_seq_len:
+        yield Candidate(set={"context_kv_len_cap": config.max_seq_len})
+    fitting = pool_tokens(inputs, now.pool_bytes) // config.tokens_per_block * config.tokens_per_block
+    if 0 < fitting < config.max_seq_len:
+        yield Candidate(set={"max_seq_len": fitting})
+    if config.device_memory == inputs.total_bytes and now.available_bytes < needed:
+        yield Candidate(set={"device_memory": inputs.total_bytes + missing_bytes(inputs, now)})
+
+
+def budget_error(inputs: Inputs, shares: Shares, ledger: Ledger) -> BudgetError:
+    """The error for a ledger that doesn't fit: needed, available, largest term, and the two cheapest ways out."""
+    config = inputs.config
+    holders = sorted(ledger.terms, key=lambda term: term.bytes, reverse=True)
+    largest = f" The largest term is {holders[0].name} with {format_bytes(holders[0].bytes)}." if holders else ""
+    lines = [f"{line.name} {format_bytes(line.bytes)}" for line in (*shares.added, *shares.cuts)]
+    reserves = f", reserves: {', '.join(lines)}" if lines else ""
+    binding = " and ".join(cap.name for cap in shares.caps if cap.binding)
+    message = (
+        f"No room for the KV cache: one request of max_seq_len {config.max_seq_len} needs "
+        f"{format_bytes(inputs.min_kv_bytes)}, {format_bytes(max(shares.pool_bytes, 0))} is available "
+        f"(short by {format_bytes(ledger.shortfall_bytes)}; {binding} binds). "
+        f"Of {format_bytes(inputs.total_bytes)} the peak takes {format_bytes(shares.peak_bytes)}{reserves}, "
+        f"and free_gpu_memory_fraction {config.free_gpu_memory_fraction} applies to the rest.{largest} {ways_out(ledger.changes)}"
+    )
+    return BudgetError(message, ledger=ledger)
+
+
+def ways_out(changes: Iterable[Change]) -> str:
+    """The two cheapest changes as a sentence."""
+    texts = [" with ".join(f"{name} = {value}" for name, value in change.set.items()) for change in changes][:2]
+    if not texts:
+        return (
+            "No setting alone is enough: lower max_batch_size, max_num_tokens or max_seq_len, or use a larger device."
+        )
+    return f"Cheapest ways out: {', or '.join(texts)}."
+
+
+def pool_warnings(inputs: Inputs, ledger: Ledger) -> tuple[str, ...]:
+    """What a user should know about a pool that fits but is small."""
+    config, pool, cap = inputs.config, ledger.kv_cache, ledger.admission.attended_tokens_cap
+    warnings = []
+    if pool.blocks < config.blocks_per_max_request:
+        longest = pool.blocks * pool.tokens_per_block
+        warnings.append(
+            f"The KV cache holds {longest} tokens, less than one request of max_seq_len {config.max_seq_len}: "
+            f"the longest request that fits has {longest} tokens. {ways_out(ledger.changes)}"
+        )
+    if cap is not None and cap < config.max_seq_len:
+        warnings.append(
+            f"Context requests are admitted up to {cap} attended tokens per step, below max_seq_len "
+            f"{config.max_seq_len}: the memory budget is too small for more, so give the KV cache more bytes; "
+            "context_kv_len_cap can't raise it."
+        )
+    return tuple(warnings)

@@ -1,0 +1,71 @@
+"""Charge a device for torch tensors by following their storages.
+
+Works the same for CPU and ``meta`` tensors, so a forward can be measured without memory or weights. It is blind
+to what a single operation allocates and frees inside its kernel; whoever calls such a kernel declares that.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from onebudget.errors import AllocationError
+from onebudget.units import align_up
+
+if TYPE_CHECKING:
+    from onebudget.device.base import Device
+
+ALLOCATOR_ROUNDING_BYTES = 512  # the CUDA caching allocator's smallest unit; kept on every device so plans agree
+
+
+class StorageMeter(TorchDispatchMode):
+    """While active, every new tensor storage is charged to ``device`` until the storage dies.
+
+    Use under ``torch.no_grad()``: ``inference_mode`` keeps composite operations whole and hides their temporaries.
+    A charge beyond the device's capacity raises ``AllocationError`` naming the operation. Charges outlive the
+    ``with`` block for as long as the storages do.
+    """
+
+    def __init__(self, device: Device, *, owner: str = "activations") -> None:
+        super().__init__()
+        self._device = device
+        self._owner = owner
+        self._charged: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        fresh = [tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in self._charged]
+        if fresh:
+            inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+            for tensor in fresh:
+                if tensor.untyped_storage()._cdata not in inputs:
+                    self._charge(tensor.untyped_storage(), str(func))
+        return result
+
+    def _charge(self, storage: torch.UntypedStorage, operation: str) -> None:
+        key, nbytes = storage._cdata, align_up(storage.nbytes(), ALLOCATOR_ROUNDING_BYTES)
+        if key in self._charged or nbytes == 0:
+            return
+        try:
+            self._device.charge_tensor_bytes(nbytes, self._owner)
+        except AllocationError as full:
+            raise AllocationError(
+                full.requested_bytes, full.free_bytes, kind=full.kind, owner=self._owner, detail=f"Operation: {operation}."
+            ) from None
+        self._charged.add(key)
+        weakref.finalize(storage, self._refund, key, nbytes).atexit = False
+
+    def _refund(self, key: int, nbytes: int) -> None:
+        self._charged.discard(key)
+        self._device.refund_tensor_bytes(nbytes, self._owner)
+
+
+def _tensors(tree: object) -> Iterable[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))

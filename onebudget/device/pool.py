@@ -1,0 +1,210 @@
+"""A stream-ordered pool over arenas of address space, shared by host and fake devices.
+
+Freed bytes stay reserved, so the next request of that size costs no call of the platform. When bytes run out on the
+card, idle ones are given back first, down to single granules inside arenas that are still in use: what the pool can
+hand out never depends on the order of earlier requests, only on what is live.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+from onebudget.device.allocators import Allocation, Pool
+from onebudget.device.base import Device
+from onebudget.device.sample import PoolStats
+from onebudget.device.spans import Span, SpanIndex, SpanState
+from onebudget.device.streams import Stream
+from onebudget.errors import ConfigError
+from onebudget.units import align_down, align_up
+
+_USED, _IDLE, _BARE = SpanState.USED, SpanState.IDLE, SpanState.BARE
+
+
+class Arena(Protocol):
+    """A range of addresses whose physical memory comes and goes."""
+
+    address: int
+    nbytes: int
+
+    def decommit(self, start: int, nbytes: int) -> None:
+        """Give the physical memory of this part back; the addresses stay valid."""
+
+    def close(self) -> None:
+        """Give everything back. The mapping itself lives until nothing refers to the arena."""
+
+
+class ArenaSource(Protocol):
+    def make_arena(self, nbytes: int) -> Arena: ...
+
+
+class ArenaPool(Pool):
+    """Best fit with splitting and merging, 512 B steps inside granules of the device."""
+
+    kind = "gpu"
+
+    def __init__(self, device: Device, source: ArenaSource) -> None:
+        self.device = device
+        self._source = source
+        self._granule = device.facts.granularity_bytes
+        self._account = device.account
+        self._lock = device.account.lock
+        self._orphans = device.orphans
+        self._faults = device.faults
+        self._idle = SpanIndex()
+        self._bare = SpanIndex()
+        self._arenas: list[Arena] = []
+        self._reserved = 0
+        self._used = 0
+
+    def reserved_bytes(self) -> int:
+        return self._reserved
+
+    def used_bytes(self) -> int:
+        return self._used
+
+    def stats(self) -> PoolStats:
+        self.device.collect()
+        with self._lock:
+            return PoolStats(self._reserved, self._used, self._reserved - self._used)
+
+    def allocate(self, nbytes: int, stream: Stream | None, owner: str) -> Allocation:
+        if self._orphans:
+            self.device.collect()
+        size = (nbytes + 511) & -512
+        with self._lock:
+            span = self._idle.pop_exact(size) or self._carve(size)
+            if span is not None:
+                return self._hand_out(span, owner)
+        return self._allocate_under_pressure(nbytes, size, owner)
+
+    def deallocate(self, allocation: Allocation, stream: Stream | None) -> None:
+        allocation.begin_free()
+        if stream is None or not stream.pending:
+            self._take_back(allocation)
+        else:
+            stream.run(partial(self._take_back, allocation))  # type: ignore[attr-defined]
+
+    def trim_to(self, nbytes: int) -> None:
+        if nbytes < 0:
+            raise ConfigError.for_field("nbytes", nbytes, "zero or more")
+        with self._lock:
+            for span in self._idle.spans():
+                self._decommit(span, self._reserved - nbytes)
+
+    def close(self) -> None:
+        """Give all physical memory back, handed out or not."""
+        with self._lock:
+            self._account.charge_pool_locked(-self._reserved)
+            self._reserved = 0
+            for arena in self._arenas:
+                arena.close()
+            self._arenas.clear()
+            self._idle, self._bare = SpanIndex(), SpanIndex()
+
+    def _hand_out(self, span: Span, owner: str) -> Allocation:
+        size = span.nbytes
+        self._used += size
+        self._account.hand_out_locked(size, owner)
+        arena = span.arena
+        return Allocation(arena.address + span.start, size, owner, arena, span)
+
+    def _take_back(self, allocation: Allocation) -> None:
+        span = allocation.detail
+        with self._lock:
+            allocation.freed = True
+            self._used -= allocation.nbytes
+            self._account.take_back_locked(allocation.nbytes, allocation.owner)
+            if self._arenas:
+                self._add_free(span, _IDLE)  # type: ignore[arg-type]
+
+    def _allocate_under_pressure(self, nbytes: int, size: int, owner: str) -> Allocation:
+        self.device.check_open()
+        self.device.reclaim()
+        with self._lock:
+            span = self._carve(size) or self._extend(size)
+            if span is not None:
+                return self._hand_out(span, owner)
+        raise self.device.out_of_memory(nbytes, owner=owner)
+
+    def _carve(self, size: int) -> Span | None:
+        """A span of exactly ``size`` from idle memory, else from new physical memory; ``None`` when neither fits."""
+        span = self._idle.pop_best(size)
+        if span is None:
+            span = self._grow(size)
+        if span is not None and span.nbytes > size:
+            self._add_free(span.split(size), _IDLE)
+        return span
+
+    def _grow(self, size: int) -> Span | None:
+        physical = align_up(size, self._granule)
+        if not self._account.fits_locked(physical) or self.device.closed:
+            return None
+        self._faults.check("pool_grow")
+        span = self._bare.pop_best(physical) or self._new_arena(physical)
+        if span.nbytes > physical:
+            self._add_free(span.split(physical), _BARE)
+        self._charge(physical)
+        return span
+
+    def _extend(self, size: int) -> Span | None:
+        """Join an idle tail with new physical memory right behind it, where a granule of its own would not fit."""
+        for idle in self._idle.spans():
+            bare = idle.next
+            if bare is None or bare.state is not _BARE:
+                continue
+            physical = align_up(size - idle.nbytes, self._granule)
+            if bare.nbytes < physical or not self._account.fits_locked(physical):
+                continue
+            self._idle.remove(idle)
+            self._bare.remove(bare)
+            idle.state = bare.state = _USED
+            if bare.nbytes > physical:
+                self._add_free(bare.split(physical), _BARE)
+            self._charge(physical)
+            idle.absorb_next()
+            if idle.nbytes > size:
+                self._add_free(idle.split(size), _IDLE)
+            return idle
+        return None
+
+    def _new_arena(self, physical: int) -> Span:
+        total = align_up(self.device.total_bytes, self._granule)
+        arena = self._source.make_arena(max(total, physical))
+        self._arenas.append(arena)
+        return Span(arena, 0, arena.nbytes, _USED)
+
+    def _charge(self, physical: int) -> None:
+        self._account.charge_pool_locked(physical)
+        self._reserved += physical
+
+    def _add_free(self, span: Span, state: SpanState) -> None:
+        """Put a span into its index, merged with neighbours of the same state."""
+        index = self._idle if state is _IDLE else self._bare
+        span.state = state
+        after, before = span.next, span.prev
+        if after is not None and after.state is state:
+            index.remove(after)
+            span.absorb_next()
+        if before is not None and before.state is state:
+            index.remove(before)
+            before.absorb_next()
+            span = before
+        index.add(span)
+
+    def _decommit(self, span: Span, at_most: int) -> None:
+        """Return up to ``at_most`` bytes of whole granules inside an idle span to the card."""
+        start = align_up(span.start, self._granule)
+        nbytes = min(align_down(span.end, self._granule) - start, align_down(at_most, self._granule))
+        if nbytes <= 0:
+            return
+        self._idle.remove(span)
+        span.arena.decommit(start, nbytes)
+        if start > span.start:
+            head, span = span, span.split(start - span.start)
+            self._idle.add(head)
+        if span.nbytes > nbytes:
+            self._idle.add(span.split(nbytes))
+        span.state = _USED
+        self._charge(-nbytes)
+        self._add_free(span, _BARE)

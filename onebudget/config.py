@@ -82,6 +82,11 @@ class BudgetConfig:
         return Fraction(str(self.max_util_for_resume))
 
     @property
+    def has_several_windows(self) -> bool:
+        """Whether layers differ in how far back they attend, so that each window has a pool of its own."""
+        return len({min(window, self.max_seq_len) for window in self.max_attention_window or ()}) > 1
+
+    @property
     def blocks_per_max_request(self) -> int:
         """Blocks that one request of ``max_seq_len`` tokens holds."""
         return -(-self.max_seq_len // self.tokens_per_block)
@@ -184,8 +189,7 @@ def _refuse_unknown(settings: Mapping[str, object]) -> None:
 def _refuse_contradictions(config: BudgetConfig) -> None:
     if config.avg_seq_len is not None and config.avg_seq_len > config.max_seq_len:
         raise ConfigError.for_field("avg_seq_len", config.avg_seq_len, f"at most max_seq_len ({config.max_seq_len})")
-    windows = {min(window, config.max_seq_len) for window in config.max_attention_window or ()}
-    if len(windows) > 1 and config.kv_max_tokens is not None and config.kv_cache_manager == "v1":
+    if config.has_several_windows and config.kv_max_tokens is not None and config.kv_cache_manager == "v1":
         allowed = (
             "None with several attention windows (each window has its own pool, so one token count has no meaning); "
             "cap the bytes with max_gpu_total_bytes"

@@ -46,22 +46,36 @@ MoreCandidates = Callable[["BudgetConfig"], Iterable[Candidate]]
 
 
 def find_changes(inputs: Inputs, simulate: Simulate, more: MoreCandidates | None) -> tuple[Change, ...]:
-    """Changes after which one request of ``max_seq_len`` fits, cheapest first; none when it fits already.
+    """Changes that help, cheapest first; none when one request of ``max_seq_len`` fits already.
 
-    Cheap is what takes little from the user: first lifting a cap, then the slack of the fraction, then speed, then size
-    of batch and request, then precision, then a bigger card. Where no single change is enough, all of our own are tried
-    together.
+    A pool without a block is helped by whatever gives it one; a small pool by what makes room for that request. Cheap
+    is what takes little from the user: first lifting a cap, then the slack of the fraction, then speed, then size of
+    batch and request, then precision, then a bigger card. Where no single change helps, our own are tried together.
     """
     now = simulate(inputs)
     if missing_bytes(inputs, now) == 0:
         return ()
+    has_a_block = _blocks(inputs, now) > 0
     own = list(_own_candidates(inputs, now))
-    tried = [_simulated(inputs, now, item, simulate) for item in (*own, *(more(inputs.config) if more else ()))]
-    enough = [change for change, fits in tried if fits]
-    if not enough and len(own) > 1:
-        together, fits = _simulated(inputs, now, _together(own), simulate)
-        enough = [together] if fits else []
-    return tuple(sorted(enough, key=_price))
+    offered = [*own, *(more(inputs.config) if more else ())]
+    tried = [_simulated(inputs, now, item, simulate) for item in offered]
+    if len(own) > 1 and not any(item.helps(has_a_block) for item in tried):
+        tried = [_simulated(inputs, now, _together(own), simulate)]
+    return tuple(sorted((item.change for item in tried if item.helps(has_a_block)), key=_price))
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    change: Change
+    holds_full_request: bool
+
+    def helps(self, had_a_block: bool) -> bool:
+        """Whether this is better than what there was."""
+        return self.holds_full_request if had_a_block else self.change.fits
+
+
+def _blocks(inputs: Inputs, shares: Shares) -> int:
+    return pool_tokens(inputs, shares.pool_bytes) // inputs.config.tokens_per_block
 
 
 def _price(change: Change) -> tuple[int, int]:
@@ -72,12 +86,12 @@ def _together(candidates: Iterable[Candidate]) -> Candidate:
     return Candidate(set={name: value for item in candidates for name, value in item.set.items()})
 
 
-def _simulated(inputs: Inputs, now: Shares, candidate: Candidate, simulate: Simulate) -> tuple[Change, bool]:
+def _simulated(inputs: Inputs, now: Shares, candidate: Candidate, simulate: Simulate) -> _Outcome:
     changed = _apply(inputs, candidate)
     then = simulate(changed)
     gains = max(then.pool_bytes, 0) - max(now.pool_bytes, 0)
-    blocks = pool_tokens(changed, then.pool_bytes) // changed.config.tokens_per_block
-    return Change(dict(candidate.set), max(gains, 0), blocks > 0), missing_bytes(changed, then) == 0
+    change = Change(dict(candidate.set), max(gains, 0), _blocks(changed, then) > 0)
+    return _Outcome(change, missing_bytes(changed, then) == 0)
 
 
 def _apply(inputs: Inputs, candidate: Candidate) -> Inputs:
@@ -132,7 +146,8 @@ def budget_error(inputs: Inputs, shares: Shares, ledger: Ledger) -> BudgetError:
         f"{format_bytes(inputs.min_kv_bytes)}, {format_bytes(max(shares.pool_bytes, 0))} is available "
         f"(short by {format_bytes(ledger.shortfall_bytes)}; {binding} binds). "
         f"Of {format_bytes(inputs.total_bytes)} the peak takes {format_bytes(shares.peak_bytes)}{reserves}, "
-        f"and free_gpu_memory_fraction {config.free_gpu_memory_fraction} applies to the rest.{largest} {ways_out(ledger.changes)}"
+        f"and free_gpu_memory_fraction {config.free_gpu_memory_fraction} applies to the rest.{largest} "
+        f"{ways_out(ledger.changes)}"
     )
     return BudgetError(message, ledger=ledger)
 

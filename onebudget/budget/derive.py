@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING
 
 from onebudget.budget.advice import Candidate, budget_error, find_changes, pool_warnings
 from onebudget.budget.caps import list_caps
+from onebudget.budget.context_workspace import ContextWorkspace, context_workspace_line
 from onebudget.budget.ledger import Admission, Basis, DeviceLine, HostLine, KVGroup, Ledger
 from onebudget.budget.partition import Labels, partition
 from onebudget.budget.pool import missing_bytes, pool_line
-from onebudget.budget.reserves import ContextWorkspace, ReserveLine, context_workspace_line
 from onebudget.budget.shares import Inputs, Shares
 
 if TYPE_CHECKING:
     from onebudget.budget.cost import CacheCost
     from onebudget.budget.profile import ProfileResult
+    from onebudget.budget.reserves import ReserveLine
     from onebudget.config import BudgetConfig
 
 

@@ -1,4 +1,7 @@
-"""Bytes held back for buffers that the probe cannot see."""
+"""Bytes held back for buffers that the probe cannot see, and how many bytes each of them takes.
+
+The context workspace, which is split against the pool, has its own file; buffers born at first use are in ``late``.
+"""
 
 from __future__ import annotations
 
@@ -38,42 +41,42 @@ class ReserveLine:
             raise ConfigError.for_field(f"kind of reserve {self.name}", self.kind, "'adds_to_peak' or 'cuts_kv'")
 
 
-@dataclass(frozen=True, slots=True)
-class ContextWorkspace:
-    """A buffer of the context phase that grows with the attended KV of a step.
+def seat_count(*, max_batch_size: int, pp_size: int = 1, headroom: bool = False, overlap: bool = False) -> int:
+    """Sequence slots that sampler, slot manager and penalty store are sized for.
 
-    ``bytes_per_token``: what the attention backend allocates per attended token. ``kv_len_cap``: attended tokens per
-    step that the reserve must be able to cover (see ``context_kv_len_cap``); None: the buffer is bounded otherwise.
+    Pipeline stages each hold a batch. Without them, head-room under overlap keeps a second set of slots, because a
+    batch that was launched but not yet processed still holds its own.
     """
-
-    bytes_per_token: int
-    kv_len_cap: int | None
-
-
-def context_workspace_reserve(
-    budget_bytes: int, kv_bytes_per_token: int, workspace_bytes_per_token: int, kv_len_cap: int | None
-) -> tuple[int, int | None]:
-    """Split a budget between KV cache and the context workspace: ``(reserve_bytes, admission cap in tokens)``.
-
-    Both grow with the same tokens, so the fair point is where ``k`` bytes of cache and ``w`` bytes of workspace per
-    token use the budget up together, at ``budget // (k + w)`` tokens; there is no need to reserve beyond ``kv_len_cap``
-    tokens. ``(0, None)`` when nothing is to be reserved.
-    """
-    b, k, w, cap = budget_bytes, kv_bytes_per_token, workspace_bytes_per_token, kv_len_cap
-    if b <= 0 or k <= 0 or w <= 0 or cap is None or cap <= 0:
-        return 0, None
-    return min(w * cap, b * w // (k + w)), min(cap, b // (k + w))
+    if pp_size > 1:
+        return max_batch_size * pp_size
+    return max_batch_size * (2 if headroom and overlap else 1)
 
 
-def context_workspace_line(
-    budget_bytes: int, kv_bytes_per_token: int, workspace: ContextWorkspace | None
-) -> tuple[ReserveLine, ...]:
-    """The context workspace as a cut from a pool of ``budget_bytes``; empty when nothing is to be reserved."""
-    if workspace is None:
-        return ()
-    w, cap_tokens = workspace.bytes_per_token, workspace.kv_len_cap
-    reserve_bytes, admitted = context_workspace_reserve(budget_bytes, kv_bytes_per_token, w, cap_tokens)
-    if admitted is None:
-        return ()
-    reason = f"{w} B per attended token: min({w} * {cap_tokens}, {budget_bytes} * {w} // ({kv_bytes_per_token} + {w}))"
-    return (ReserveLine("context_workspace", reserve_bytes, "cuts_kv", reason, admitted, owner="attention"),)
+def penalty_table_bytes(*, num_sequences: int, max_beam_width: int, vocab_size: int) -> int:
+    """Token counts (int32 per beam and vocabulary entry) and prompt mask (one byte) for ``num_sequences`` slots."""
+    return num_sequences * max_beam_width * vocab_size * 4 + num_sequences * vocab_size
+
+
+def penalty_workspace_bytes(
+    *, max_num_sequences: int, sequences_without_headroom: int, max_beam_width: int, vocab_size: int
+) -> int:
+    """Penalty tables of the slots that overlap head-room adds; the ordinary slots are not counted here."""
+    added = max(max_num_sequences - sequences_without_headroom, 0)
+    return penalty_table_bytes(num_sequences=added, max_beam_width=max_beam_width, vocab_size=vocab_size)
+
+
+def indexer_logits_bytes(*, max_num_tokens: int, max_seq_len: int, element_budget: int = 2**31) -> int:
+    """float32 scores of a sparse-attention indexer: every token of a step against every position, at most
+    ``element_budget`` of them because the indexer works in pieces beyond that."""
+    return 4 * min(element_budget, max_num_tokens * max_seq_len)
+
+
+def encoder_reserve_bytes(*, output_budget_bytes: int, encoder_output_bytes: int, cache_bytes: int = 0) -> int:
+    """Multimodal encoder output beyond what the probe kept alive, plus the capacity of the encoder cache (0: off)."""
+    return max(0, output_budget_bytes - encoder_output_bytes) + cache_bytes
+
+
+def logits_bytes(*, rows: int, vocab_size: int, element_bytes: int = 4, copies: int = 1) -> int:
+    """``rows`` rows of logits; ``copies`` counts the tensors of that shape alive at once (log-probabilities add
+    one)."""
+    return rows * vocab_size * element_bytes * copies

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from onebudget.budget.context_workspace import ContextWorkspace
     from onebudget.budget.cost import CacheCost
     from onebudget.budget.ledger import Cap
     from onebudget.budget.profile import ProfileResult
-    from onebudget.budget.reserves import ContextWorkspace, ReserveLine
+    from onebudget.budget.reserves import ReserveLine
     from onebudget.config import BudgetConfig
 
 

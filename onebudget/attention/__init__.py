@@ -1,0 +1,21 @@
+"""Attention backends: each computes over the paged cache and declares the memory it needs for that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from onebudget.errors import ConfigError
+
+if TYPE_CHECKING:
+    from onebudget.attention.base import AttentionBackend
+
+__all__ = ["backend_class"]
+
+
+def backend_class(name: str) -> type[AttentionBackend]:
+    """The backend registered under ``name``; imported on first use."""
+    if name == "gather":
+        from onebudget.attention.gather import GatherBackend
+
+        return GatherBackend
+    raise ConfigError.for_field("attention_backend", name, "'gather'")

@@ -1,0 +1,227 @@
+"""Requests and batches: the words scheduler, managers, engine and server share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Literal
+
+from onebudget.errors import ConfigError
+
+FinishReason = Literal["stop", "length", "refused", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen.
+
+    ``temperature=0`` is greedy. ``top_k=0`` and ``top_p=1`` switch those filters off. The same ``seed``
+    draws the same tokens whatever else runs in the batch. ``stop`` texts end the output before the text;
+    ``stop_token_ids`` end it like the model's own end tokens. ``min_tokens`` bars end tokens until that
+    many tokens exist. Raises ``ConfigError`` naming field, value and allowed range.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name, usable, allowed in self._rules():
+            if not usable:
+                raise ConfigError.for_field(name, getattr(self, name), allowed)
+
+    def _rules(self) -> list[tuple[str, bool, str]]:
+        return [
+            ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1"),
+            ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", _is_int(self.top_k) and self.top_k >= 0, "0 (off) or a positive integer"),
+            ("seed", self.seed is None or _is_int(self.seed), "an integer or None"),
+            ("stop", all(isinstance(text, str) and text for text in self.stop), "non-empty texts"),
+            ("stop_token_ids", all(_is_int(token) and token >= 0 for token in self.stop_token_ids), "token ids"),
+            ("min_tokens", _is_int(self.min_tokens) and self.min_tokens >= 0, "0 or a positive integer"),
+            ("repetition_penalty", self.repetition_penalty == 1.0, "1.0 (penalties are not built yet)"),
+            ("presence_penalty", self.presence_penalty == 0.0, "0.0 (penalties are not built yet)"),
+            ("frequency_penalty", self.frequency_penalty == 0.0, "0.0 (penalties are not built yet)"),
+            ("logprobs", self.logprobs is None, "None (log-probabilities are not built yet)"),
+            ("prompt_logprobs", self.prompt_logprobs is None, "None (log-probabilities are not built yet)"),
+            ("n", self.n == 1, "1 (several answers to one prompt are not built yet)"),
+        ]
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0 or self.top_k == 1
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class RequestState(IntEnum):
+    """Life of a request; later states are greater."""
+
+    WAITING = 0
+    CONTEXT = 1
+    GENERATION = 2
+    COMPLETE = 3
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds on the monotonic clock; ``None`` until the moment came."""
+
+    submitted: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None
+    finished: float | None = None
+
+    def to_dict(self) -> dict[str, float | None]:
+        def since(moment: float | None) -> float | None:
+            return None if moment is None else round(moment - self.submitted, 6)
+
+        return {"first_token_s": since(self.first_token), "total_s": since(self.finished)}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence on its way through the engine.
+
+    ``computed_tokens`` counts tokens whose K/V stand in the cache; ``chunk_tokens`` is what the current step
+    computes. ``max_new_tokens`` is already limited by ``max_seq_len``.
+    """
+
+    id: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_new_tokens: int
+    prompt: str | None = None
+    end_token_ids: frozenset[int] = frozenset()
+    state: RequestState = RequestState.WAITING
+    computed_tokens: int = 0
+    chunk_tokens: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    timings: Timings = field(default_factory=Timings)
+    is_dummy: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def total_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def remaining_prompt_tokens(self) -> int:
+        return max(0, self.prompt_tokens - self.computed_tokens)
+
+    @property
+    def is_last_chunk(self) -> bool:
+        """Whether this step finishes the prompt, so that a token is sampled."""
+        return self.computed_tokens + self.chunk_tokens >= self.prompt_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.state is RequestState.COMPLETE
+
+    def tokens_of_step(self) -> list[int]:
+        """Token ids this step computes: a piece of the prompt, or the last sampled token."""
+        if self.state is RequestState.GENERATION:
+            return self.output_token_ids[-1:]
+        return self.prompt_token_ids[self.computed_tokens : self.computed_tokens + self.chunk_tokens]
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
+        self.state = RequestState.COMPLETE
+        self.finish_reason = reason
+        self.error = error
+        self.timings.finished = time.perf_counter()
+
+
+@dataclass(slots=True)
+class ScheduledBatch:
+    """What one step computes: prompt chunks, last chunks, then one-token generation."""
+
+    context_chunking: list[Request] = field(default_factory=list)
+    context_last: list[Request] = field(default_factory=list)
+    generation: list[Request] = field(default_factory=list)
+
+    @property
+    def context(self) -> list[Request]:
+        return [*self.context_chunking, *self.context_last]
+
+    @property
+    def requests(self) -> list[Request]:
+        return [*self.context_chunking, *self.context_last, *self.generation]
+
+    @property
+    def size(self) -> int:
+        return len(self.context_chunking) + len(self.context_last) + len(self.generation)
+
+    @property
+    def tokens(self) -> int:
+        return sum(request.chunk_tokens for request in self.context) + len(self.generation)
+
+    def add(self, request: Request) -> None:
+        if request.state is RequestState.GENERATION:
+            self.generation.append(request)
+        elif request.is_last_chunk:
+            self.context_last.append(request)
+        else:
+            self.context_chunking.append(request)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One request's result. ``error`` is set when ``finish_reason`` is ``"refused"`` or ``"error"``."""
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    error: str | None
+    timings: Timings
+
+    @classmethod
+    def of(cls, request: Request) -> RequestOutput:
+        return cls(
+            request.id,
+            request.prompt,
+            list(request.prompt_token_ids),
+            request.text,
+            list(request.output_token_ids),
+            request.finish_reason,
+            request.error,
+            request.timings,
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "request_id": self.request_id,
+            "prompt": self.prompt,
+            "prompt_token_ids": self.prompt_token_ids,
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "error": self.error,
+            "timings": self.timings.to_dict(),
+        }

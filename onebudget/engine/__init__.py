@@ -1,0 +1,1 @@
+"""The engine: build order, step loop, scheduler, model runner and sampler."""

@@ -1,0 +1,107 @@
+"""The order an engine comes to life: check, load, profile, derive, tear the probe down, build for service, warm up."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from onebudget.buffers import BufferManager
+from onebudget.budget.profile import ProfileResult
+from onebudget.config import BudgetConfig, resolve_max_seq_len
+from onebudget.engine.derivation import dry_profile, engine_ledger
+from onebudget.engine.executor import Counters, Executor
+from onebudget.engine.probe import build_executor, measure, probe_batches, run_dummies
+from onebudget.engine.station import Station
+from onebudget.errors import AllocationError, BudgetError
+from onebudget.models import load
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from onebudget.budget.ledger import Ledger
+    from onebudget.device.base import Device
+    from onebudget.models.facts import ModelFacts
+    from onebudget.report.progress import Progress
+
+
+@dataclass(slots=True)
+class Engine:
+    """A running engine and the ledger it runs inside."""
+
+    config: BudgetConfig
+    ledger: Ledger
+    executor: Executor
+    station: Station
+    tokenizer: Any
+    generation_defaults: Any
+    end_token_ids: frozenset[int]
+
+    def close(self) -> None:
+        self.executor.shutdown()
+        self.station.close()
+
+
+def build_engine(folder: Path, config: BudgetConfig, device: Device, progress: Progress, *, strict_memory: bool) -> Engine:
+    """Everything from a model folder and a device to an engine ready to serve.
+
+    Takes over ``device``: it is closed with the engine, and also when building fails. Raises ``ModelError`` for
+    unusable files and ``BudgetError``, with the whole ledger, when the model can't be served on this device.
+    """
+    with ExitStack() as undo:
+        undo.callback(device.close)
+        facts = load.read_facts(folder)
+        config = resolve_max_seq_len(config, facts.max_position).config
+        dtype = load.choose_dtype(config.dtype, facts, device.torch_device)
+        tokenizer = load.load_tokenizer(folder)
+        with progress.stage("load", None):
+            module = load.host_model(folder, dtype)
+        generation_defaults, end_token_ids = module.generation_config, load.end_token_ids(module, tokenizer)
+        manager = BufferManager(device.create_stream())
+        undo.callback(manager.close)
+        station, profile, rounding = _profiled(folder, module, facts, dtype, config, device, manager, progress)
+        undo.callback(station.model.release)
+        ledger = engine_ledger(folder, facts, dtype, config, profile, device=device, rounding_bytes=rounding)
+        device.reset_peak()
+        executor = build_executor(station, config, ledger.kv_cache.blocks, metered=True)
+        undo.callback(executor.shutdown)
+        _warm_up(executor, config, progress)
+        executor.runner.metered = strict_memory
+        undo.pop_all()
+        return Engine(config, ledger, executor, station, tokenizer, generation_defaults, end_token_ids)
+
+
+def _profiled(
+    folder: Path,
+    module: Any,
+    facts: ModelFacts,
+    dtype: str,
+    config: BudgetConfig,
+    device: Device,
+    manager: BufferManager,
+    progress: Progress,
+) -> tuple[Station, ProfileResult, int]:
+    """The placed model and its profile. Where the device is too small for that, a dry run says by how much."""
+    with ExitStack() as undo:
+        try:
+            station = Station(load.place_weights(module, facts, dtype, manager), device, manager)
+            undo.callback(station.model.release)
+            profile, rounding = measure(station, config, progress)
+        except (AllocationError, BudgetError):
+            undo.close()
+            engine_ledger(folder, facts, dtype, config, dry_profile(folder, dtype, config), device=device)
+            raise  # the dry run fits, so something else holds the device: the allocation's own numbers say it best
+        undo.pop_all()
+        return station, profile, rounding
+
+
+def _warm_up(executor: Executor, config: BudgetConfig, progress: Progress) -> None:
+    """Serve the profile's batches once more in the engine that stays: what is measured here stands beside the plan."""
+    batches = probe_batches(config)
+    with progress.stage("warm-up", len(batches)) as stage:
+        for lengths in batches:
+            fitting = [length for length in lengths if length < executor.kv.max_resource_count() * config.tokens_per_block]
+            run_dummies(executor, fitting)
+            stage.advance(1)
+    executor.counters = Counters()
+    executor.kv.peak_used_blocks = 0

@@ -1,0 +1,112 @@
+"""What the engine feeds into the derivation: its declared reserves, the outside memory it can name, its ways out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from onebudget.attention.gather import GatherBackend
+from onebudget.budget.advice import Candidate
+from onebudget.budget.derive import derive_budget
+from onebudget.budget.ledger import DeviceLine, Ledger
+from onebudget.budget.reserves import ReserveLine
+from onebudget.engine.probe import measure
+from onebudget.engine.station import Station, fake_station
+from onebudget.models.facts import DTYPE_BYTES
+from onebudget.report.progress import SilentProgress
+from onebudget.units import align_up
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from onebudget.budget.profile import ProfileResult
+    from onebudget.config import BudgetConfig
+    from onebudget.device.base import Device
+    from onebudget.models.facts import ModelFacts
+
+
+def engine_ledger(
+    folder: Path,
+    facts: ModelFacts,
+    dtype: str,
+    config: BudgetConfig,
+    profile: ProfileResult,
+    *,
+    device: Device,
+    rounding_bytes: int = 0,
+) -> Ledger:
+    """The budget of one model on one device. ``BudgetError`` with simulated ways out when it doesn't fit."""
+    granule = device.facts.granularity_bytes
+    others = device.account.others_bytes
+    return derive_budget(
+        config,
+        profile,
+        facts.cache_cost(dtype),
+        reserves(facts, dtype, config, granule),
+        total_bytes=device.total_bytes,
+        model=facts.name,
+        device=DeviceLine(
+            name=device.name,
+            kind=device.kind,
+            total_bytes=device.total_bytes,
+            free_at_start_bytes=device.total_bytes - others,
+            others_bytes=others,
+        ),
+        outside={"other_processes": others, "fragmentation": rounding_bytes - others},
+        basis={"weights": "exact"},
+        candidates=lambda wanted: _candidates(folder, facts, dtype, wanted, granule),
+    )
+
+
+def reserves(facts: ModelFacts, dtype: str, config: BudgetConfig, granule_bytes: int) -> list[ReserveLine]:
+    """What profiling can't see: the decode staging area, born after the prefill peak, and the pool's own rounding."""
+    scratch = GatherBackend.workspace_fixed_bytes(facts, DTYPE_BYTES[dtype], config)
+    rows = config.max_batch_size * align_up(config.max_seq_len, config.tokens_per_block)
+    lines = [
+        ReserveLine(
+            "fixed_workspace",
+            align_up(scratch, granule_bytes),
+            reason=f"gather staging: {rows} attended rows x {GatherBackend.workspace_bytes_per_token(facts, DTYPE_BYTES[dtype])}"
+            f" B, in whole pages of {granule_bytes} B",
+            owner="attention",
+        )
+    ]
+    block_bytes = facts.cache_cost(dtype).slope * config.tokens_per_block
+    if block_bytes % granule_bytes:
+        lines.append(
+            ReserveLine(
+                "fragmentation", granule_bytes - 1, reason=f"the pool rounds up to pages of {granule_bytes} B", owner="device"
+            )
+        )
+    return lines
+
+
+def dry_profile(folder: Path, dtype: str, config: BudgetConfig) -> ProfileResult:
+    """The profile of the same steps on meta tensors: no memory, no weights, the same bytes."""
+    station = fake_station(folder, dtype)
+    try:
+        return measure(station, config, SilentProgress())[0]
+    finally:
+        station.close()
+
+
+def _candidates(
+    folder: Path, facts: ModelFacts, dtype: str, config: BudgetConfig, granule_bytes: int
+) -> Iterator[Candidate]:
+    """Changes that alter what the profile sees; each is simulated with a dry run of its own."""
+    changes: list[dict[str, object]] = []
+    if config.max_num_tokens > 256:
+        changes.append({"max_num_tokens": 256})
+    if config.max_seq_len > 512:
+        changes.append({"max_seq_len": 512})
+    if DTYPE_BYTES[dtype] == 4:
+        changes += [{"dtype": "bf16"}, *({"dtype": "bf16", **change} for change in tuple(changes))]
+    for change in changes:
+        wanted = config.replace(**change)
+        wanted_dtype = "bfloat16" if "dtype" in change else dtype
+        yield Candidate(
+            set=change,
+            profile=dry_profile(folder, wanted_dtype, wanted),
+            cost=facts.cache_cost(wanted_dtype),
+            reserves=tuple(reserves(facts, wanted_dtype, wanted, granule_bytes)),
+        )

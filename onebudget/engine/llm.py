@@ -1,0 +1,359 @@
+"""The public front: prompts in, answers out, inside the budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from onebudget.config import DEFAULT_HOST_MEMORY_BYTES, BudgetConfig
+from onebudget.core import Request, RequestOutput, SamplingParams
+from onebudget.device import open_device
+from onebudget.engine.admission import admitted_new_tokens
+from onebudget.engine.build import Engine, build_engine
+from onebudget.engine.measured import measured_terms
+from onebudget.engine.text import TextBuilder
+from onebudget.errors import ConfigError, RequestError, StateError
+from onebudget.models.files import resolve_model
+from onebudget.report.progress import Progress, SilentProgress
+
+if TYPE_CHECKING:
+    from onebudget.budget.ledger import Ledger
+    from onebudget.device.base import Device
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamChunk:
+    """New text and tokens of one request; ``output`` is set on its last chunk."""
+
+    request_id: int
+    text: str
+    token_ids: list[int]
+    output: RequestOutput | None = None
+
+
+@dataclass(slots=True)
+class _Session:
+    """One request with the state its caller still waits for."""
+
+    request: Request
+    builder: TextBuilder | None
+    sent_text: int = 0
+    sent_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Throughput:
+    seconds: float = 0.0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+
+    def to_dict(self) -> dict[str, float | int]:
+        rate = round(self.new_tokens / self.seconds, 3) if self.seconds else 0.0
+        return {
+            "seconds": round(self.seconds, 6),
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens,
+            "new_tokens_per_second": rate,
+        }
+
+
+class LLM:
+    """A model served inside one memory budget.
+
+    ``model``: a folder, a hub id, or None for the demo model. ``device``: ``"host"`` with ``device_memory`` bytes of
+    declared capacity, or ``"cuda[:N]"``. ``strict_memory`` keeps the meter on in every step, so that a step that would
+    not fit on the card fails as it would there. All other keywords are the knobs of ``BudgetConfig``.
+
+    Raises ``ConfigError`` for a bad knob, ``ModelError`` for unusable files, and ``BudgetError`` carrying the whole
+    ledger when the model can't be served within the memory. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        device: str = "host",
+        strict_memory: bool = False,
+        progress: Progress | None = None,
+        revision: str | None = None,
+        offline: bool = False,
+        **knobs: Any,
+    ) -> None:
+        self._progress = progress or SilentProgress()
+        self._engine: Engine | None = None
+        self.interrupted = False
+        config = BudgetConfig(**knobs)
+        folder = _model_folder(model, revision, offline)
+        self._engine = build_engine(folder, config, _open(device, config), self._progress, strict_memory=strict_memory)
+        self._engine.executor.set_listener(self._on_token)
+        self._sessions: dict[int, _Session] = {}
+        self._next_id = 0
+        self._throughput = _Throughput()
+
+    # -- facts ------------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """The running engine; ``StateError`` after ``close``."""
+        if self._engine is None:
+            raise StateError("this LLM is closed")
+        return self._engine
+
+    @property
+    def budget(self) -> Ledger:
+        """The ledger the engine runs inside."""
+        return self.engine.ledger
+
+    @property
+    def config(self) -> BudgetConfig:
+        return self.engine.config
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.engine.tokenizer
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """The model's own generation defaults: greedy unless its generation config samples."""
+        defaults = self.engine.generation_defaults
+        if not getattr(defaults, "do_sample", False):
+            return SamplingParams(temperature=0.0)
+        return SamplingParams(
+            temperature=_given(defaults, "temperature", 1.0),
+            top_p=_given(defaults, "top_p", 1.0),
+            top_k=_given(defaults, "top_k", 0),
+        )
+
+    # -- generation -------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        return_on_interrupt: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer all prompts (texts, token ids or chat messages), in their order.
+
+        A request that can't run comes back with ``finish_reason="refused"`` and the reason; the others go on. Without
+        ``sampling_params`` the model's generation defaults apply. On Ctrl-C everything unfinished is cancelled; then
+        ``KeyboardInterrupt`` is raised, or with ``return_on_interrupt`` what was finished is returned and
+        ``interrupted`` set.
+        """
+        sessions = self._submit_all(prompts, sampling_params, streaming=False)
+        try:
+            with self._progress.stage("generate", len(sessions)) as stage:
+                stage.advance(sum(session.request.finished for session in sessions))
+                for finished in self._run(sessions):
+                    stage.advance(len(finished))
+        except KeyboardInterrupt:
+            self.interrupted = True
+            if not return_on_interrupt:
+                raise
+        return [RequestOutput.of(session.request) for session in sessions]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several through the model's chat template."""
+        return self.generate(messages, sampling_params)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StreamChunk]:
+        """Like ``generate``, but yields text as it settles. Leaving the loop early cancels what is unfinished."""
+        sessions = self._submit_all(prompts, sampling_params, streaming=True)
+        for session in sessions:
+            if session.request.finished:
+                yield self._chunk(session)
+        for _ in self._run(sessions):
+            for session in sessions:
+                if len(session.request.output_token_ids) > session.sent_tokens or session.request.finished:
+                    chunk = self._chunk(session)
+                    if chunk.text or chunk.token_ids or chunk.output:
+                        yield chunk
+
+    def abort(self, request_id: int) -> None:
+        """Cancel one request between two steps; unknown or finished ids are ignored."""
+        session = self._sessions.get(request_id)
+        if session is not None:
+            self.engine.executor.cancel(session.request)
+
+    # -- reports ----------------------------------------------------------------------------------------------
+
+    def memory_report(self) -> dict[str, Any]:
+        """The ledger's terms beside what is held now and was used at the peak."""
+        return measured_terms(self.engine)
+
+    def run_report(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The JSON document of ``onebudget run``: the ledger, what was measured, the requests, the counters."""
+        return {
+            **self.budget.to_dict(),
+            "dtype": self.engine.station.model.dtype,
+            "measured": self.memory_report(),
+            "requests": [output.to_dict() for output in outputs],
+            "throughput": self._throughput.to_dict(),
+            "counters": self.engine.executor.counters.to_dict(),
+        }
+
+    # -- end --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Release everything; requests still inside are cancelled. Safe to call again."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _run(self, sessions: Sequence[_Session]) -> Iterator[list[Request]]:
+        """Step until all of ``sessions`` ended; whatever is left when the caller stops early is cancelled."""
+        executor = self.engine.executor
+        started = time.perf_counter()
+        try:
+            while not all(session.request.finished for session in sessions):
+                yield [self._settle(request) for request in executor.step()]
+        finally:
+            for session in sessions:
+                executor.cancel(session.request)
+                self._settle(session.request)
+                self._sessions.pop(session.request.id, None)
+            self._throughput.seconds += time.perf_counter() - started
+            self._throughput.prompt_tokens += sum(session.request.prompt_tokens for session in sessions)
+            self._throughput.new_tokens += sum(len(session.request.output_token_ids) for session in sessions)
+
+    def _settle(self, request: Request) -> Request:
+        """Write the final text of a request that ended."""
+        session = self._sessions.get(request.id)
+        if session is not None and session.builder is not None and session.request.params.stop:
+            request.text = session.builder.text
+        elif request.output_token_ids:
+            request.text = self.tokenizer.decode(request.output_token_ids, skip_special_tokens=True)
+        return request
+
+    def _on_token(self, request: Request) -> None:
+        session = self._sessions.get(request.id)
+        if session is not None and session.builder is not None:
+            session.builder.take(request)
+            if session.builder.stopped:
+                request.finish("stop")
+
+    def _chunk(self, session: _Session) -> StreamChunk:
+        request, builder = session.request, session.builder
+        text = request.text if request.finished else (builder.settled if builder is not None else "")
+        chunk = StreamChunk(
+            request.id,
+            text[session.sent_text :],
+            request.output_token_ids[session.sent_tokens :],
+            RequestOutput.of(request) if request.finished else None,
+        )
+        session.sent_text = max(session.sent_text, len(text))
+        session.sent_tokens = len(request.output_token_ids) + (1 if request.finished else 0)
+        return chunk
+
+    def _submit_all(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        streaming: bool,
+    ) -> list[_Session]:
+        listed = _as_prompts(prompts)
+        params = self._params_of(sampling_params, len(listed))
+        return [self._submit(prompt, wanted, streaming) for prompt, wanted in zip(listed, params, strict=True)]
+
+    def _params_of(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if given is None:
+            given = self.default_sampling_params
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise ConfigError(f"{count} prompts came with {len(given)} sampling_params: give one for all, or one each.")
+        return given
+
+    def _submit(self, prompt: Prompt, params: SamplingParams, streaming: bool) -> _Session:
+        executor = self.engine.executor
+        end = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.engine.end_token_ids)
+        request = Request(self._next_id, [], params, max_new_tokens=0, end_token_ids=end)
+        self._next_id += 1
+        builder = TextBuilder(self.tokenizer, params.stop) if streaming or params.stop else None
+        session = _Session(request, builder)
+        try:
+            request.prompt, request.prompt_token_ids = self._tokenize(prompt)
+            request.max_new_tokens = admitted_new_tokens(
+                request.prompt_token_ids,
+                params,
+                config=self.config,
+                vocab_size=self.engine.station.model.facts.vocab_size,
+                pool_blocks=executor.kv.max_resource_count(),
+            )
+        except RequestError as refused:
+            request.finish("refused", str(refused))
+            return session
+        self._sessions[request.id] = session
+        executor.submit(request)
+        return session
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Prompt text (None for ids) and its token ids. ``RequestError`` when the prompt is of no usable form."""
+        if isinstance(prompt, str):
+            return prompt, list(self.tokenizer(prompt).input_ids)
+        if all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+            return None, list(prompt)  # type: ignore[arg-type]
+        if all(isinstance(message, Mapping) for message in prompt):
+            return self._apply_chat_template(prompt)  # type: ignore[arg-type]
+        raise RequestError("a prompt must be a text, a list of token ids, or a list of chat messages.")
+
+    def _apply_chat_template(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:
+            raise RequestError(f"the chat template can't render these messages: {error}") from error
+        return text, list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    """A single prompt counts as a list of one."""
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        return [prompts]
+    single = bool(prompts) and all(isinstance(part, (int, Mapping)) for part in prompts)
+    return [prompts] if single else list(prompts)
+
+
+def _given(defaults: object, name: str, otherwise: Any) -> Any:
+    value = getattr(defaults, name, None)
+    return otherwise if value is None else value
+
+
+def _model_folder(model: str | Path | None, revision: str | None, offline: bool) -> Path:
+    if model is None:
+        from onebudget.models.demo import ensure_demo_model
+
+        return ensure_demo_model()
+    return resolve_model(model, revision=revision, offline=offline)
+
+
+def _open(device: str, config: BudgetConfig) -> Device:
+    if device == "host":
+        return open_device("host", capacity_bytes=config.device_memory or DEFAULT_HOST_MEMORY_BYTES)
+    if config.device_memory is not None:
+        raise ConfigError(f"device_memory declares the capacity of the host device; {device} has its own. Leave it out.")
+    return open_device(device)

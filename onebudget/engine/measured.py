@@ -1,0 +1,41 @@
+"""What a running engine was seen to hold, term by term, to stand beside its ledger."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onebudget.engine.build import Engine
+
+
+def measured_terms(engine: Engine) -> dict[str, Any]:
+    """Bytes held and the peak of their use since the engine was built, by the ledger's own names.
+
+    ``activations`` are measured while the meter is on: in every step under strict memory, else in the warm-up, which
+    repeats the profiled shapes. ``fixed_workspace`` and ``kv_cache`` count the part really used at the peak.
+    """
+    device, executor = engine.station.device, engine.executor
+    peaks = device.peak_by_owner()
+    held = {
+        "weights": (peaks.get("weights", 0), peaks.get("weights", 0)),
+        "activations": _twice(peaks.get("activations", 0) + peaks.get("static_inputs", 0)),
+        "fixed_workspace": (executor.runner.scratch.capacity_bytes, executor.runner.scratch.peak_bytes),
+        "other_processes": _twice(device.account.others_bytes),
+    }
+    pool = executor.kv.pool
+    kv_peak = executor.kv.peak_used_blocks * pool.layout.block_bytes
+    terms = [
+        {"name": name, "bytes": now, "peak_bytes": peak} for name, (now, peak) in held.items() if now or peak
+    ]
+    held_bytes = sum(now for now, _ in held.values()) + pool.allocated_bytes
+    return {
+        "terms": terms,
+        "kv_cache": {"bytes": pool.allocated_bytes, "peak_bytes": kv_peak, "blocks": pool.num_blocks},
+        "unassigned_bytes": max(0, device.total_bytes - held_bytes),
+        "peak_bytes": device.sample().alloc_peak,
+        "capacity_bytes": device.total_bytes,
+    }
+
+
+def _twice(nbytes: int) -> tuple[int, int]:
+    return nbytes, nbytes

@@ -1,0 +1,80 @@
+"""One forward over a packed step: inputs in, logits of the rows to sample out."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from onebudget.attention.base import current_backend
+from onebudget.attention.gather import GatherBackend
+from onebudget.device.meter import StorageMeter
+from onebudget.engine.inputs import StaticInputs
+from onebudget.workspace import ScratchBuffer
+
+if TYPE_CHECKING:
+    from onebudget.buffers import BufferManager
+    from onebudget.config import BudgetConfig
+    from onebudget.core import ScheduledBatch
+    from onebudget.device.base import Device
+    from onebudget.engine.sampler import Sampler
+    from onebudget.models.load import LoadedModel
+    from onebudget.resources.kv.manager import KVCacheManager
+
+
+class ModelRunner:
+    """Owns the static inputs, the scratch and the attention backend of one executor.
+
+    With ``metered`` every forward and its sampling charge the device for their tensors and stay within its capacity.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: BudgetConfig,
+        kv: KVCacheManager,
+        device: Device,
+        manager: BufferManager,
+        *,
+        metered: bool,
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._device = device
+        self.metered = metered
+        self.inputs = StaticInputs(manager, config)
+        self.scratch = ScratchBuffer(manager)
+        self._backend = GatherBackend(kv.pool, self.scratch)
+
+    @torch.no_grad()
+    def step(self, batch: ScheduledBatch, sampler: Sampler) -> list[int]:
+        """Run the batch; one token for each prompt that ends in this step and each generating request, in order."""
+        tokens, rows, plan = self.inputs.fill(batch, self._kv)
+        sampled = [*batch.context_last, *batch.generation]
+        token = current_backend.set(self._backend)
+        try:
+            with self._meter():
+                self._backend.begin(plan)
+                logits = self._logits(tokens, rows)
+                return sampler.sample(logits, sampled) if sampled else []
+        finally:
+            current_backend.reset(token)
+
+    def _logits(self, tokens: int, rows: int) -> torch.Tensor:
+        """``[rows, vocab]``. The index tensor keeps transformers from computing logits of every packed token."""
+        output = self._model.module(
+            input_ids=self.inputs.token_ids[None, :tokens],
+            position_ids=self.inputs.positions[None, :tokens],
+            use_cache=False,
+            logits_to_keep=self.inputs.last_rows[:rows],
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _meter(self) -> AbstractContextManager[object]:
+        return StorageMeter(self._device) if self.metered else nullcontext()
+
+    def release(self) -> None:
+        self.scratch.release()
+        self.inputs.release()

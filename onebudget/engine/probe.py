@@ -1,0 +1,130 @@
+"""The profiling run: build a temporary engine, let its managers' dummies run, and sample what the device saw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from onebudget.budget.probe_load import dummy_lengths, limit_probe_pool, probe_pool, resolve_probe_config
+from onebudget.budget.profile import ProfileResult
+from onebudget.core import Request, SamplingParams
+from onebudget.engine.executor import Executor
+from onebudget.engine.model_runner import ModelRunner
+from onebudget.errors import AllocationError
+from onebudget.resources import KVCacheManager
+from onebudget.resources.kv.pool import KVLayout, KVPool
+
+if TYPE_CHECKING:
+    from onebudget.budget.cost import CacheCost
+    from onebudget.config import BudgetConfig
+    from onebudget.engine.station import Station
+    from onebudget.report.progress import Progress
+
+DUMMY_TOKEN_ID = 1
+# The costliest sampling there is: both filters sort the whole vocabulary.
+_COSTLY_SAMPLING = SamplingParams(max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, seed=0, ignore_eos=True)
+
+
+def kv_layout(station: Station, config: BudgetConfig) -> KVLayout:
+    facts = station.model.facts
+    return KVLayout(len(facts.layers), config.tokens_per_block, facts.num_kv_heads, facts.head_dim, station.model.dtype)
+
+
+def build_executor(
+    station: Station,
+    config: BudgetConfig,
+    num_blocks: int,
+    *,
+    metered: bool,
+    probe_lengths: Sequence[Sequence[int]] = (),
+) -> Executor:
+    """Pool, manager, runner and loop over ``num_blocks`` KV blocks; nothing is left when a part does not fit."""
+    kv = KVCacheManager(KVPool(station.manager, kv_layout(station, config), num_blocks), probe_lengths=probe_lengths)
+    try:
+        runner = ModelRunner(station.model, config, kv, station.device, station.manager, metered=metered)
+    except BaseException:
+        kv.shutdown()
+        raise
+    return Executor(config, runner, kv)
+
+
+def probe_batches(config: BudgetConfig) -> list[list[int]]:
+    """Prompt lengths of the batches the profile runs, each using ``max_num_tokens`` up.
+
+    The first holds the longest prompts. The second spreads the same tokens over ``max_batch_size`` prompts, so that the
+    largest step is also seen with the most rows to sample.
+    """
+    longest = dummy_lengths(
+        max_num_tokens=config.max_num_tokens, net_max_seq_len=config.max_seq_len, max_batch_size=config.max_batch_size
+    )
+    rows = min(config.max_batch_size, config.max_num_tokens)
+    if rows <= len(longest):
+        return [longest]
+    spread, rest = divmod(sum(longest), rows)
+    return [longest, [spread + (row < rest) for row in range(rows)]]
+
+
+def measure(station: Station, config: BudgetConfig, progress: Progress) -> tuple[ProfileResult, int]:
+    """Profile the placed model on its device; returns the samples and the bytes lost to rounding outside them.
+
+    The device is as before when this returns or raises. ``BudgetError`` when the dummies don't fit.
+    """
+    device = station.device
+    device.empty_cache()
+    device.reset_peak()
+    model_bytes = device.sample().alloc_live
+    batches = probe_batches(config)
+    with _probe_executor(station, config, batches) as executor:
+        with progress.stage("profile", len(batches)) as stage:
+            for lengths in executor.kv.dummy_lengths():
+                run_dummies(executor, lengths)
+                stage.advance(1)
+        peak_bytes = device.sample().alloc_peak
+        device.empty_cache()
+        sample, allocated_bytes = device.sample(), executor.kv.allocated_bytes
+    profile = ProfileResult(
+        model_bytes=model_bytes,
+        torch_peak_bytes=peak_bytes,
+        torch_used_bytes=sample.alloc_live,
+        device_used_bytes=sample.total - sample.free,
+        allocated_bytes=allocated_bytes,
+    )
+    return profile, sample.total - sample.free - sample.alloc_live
+
+
+@contextmanager
+def _probe_executor(station: Station, config: BudgetConfig, batches: Sequence[Sequence[int]]) -> Iterator[Executor]:
+    free_bytes = station.device.free_bytes()
+    largest = max((probe_pool(lengths, config) for lengths in batches), key=lambda pool: pool.blocks)
+    needed = probe_pool(batches[0], config)
+    pool = limit_probe_pool(replace(largest, dummy_blocks=needed.dummy_blocks), config, _cost(station), free_bytes)
+    settings = resolve_probe_config(config, pool, free_bytes=free_bytes).config
+    executor = build_executor(station, settings, pool.blocks, metered=True, probe_lengths=batches)
+    try:
+        yield executor
+    finally:
+        executor.shutdown()
+        station.device.empty_cache()
+
+
+def _cost(station: Station) -> CacheCost:
+    return station.model.facts.cache_cost(station.model.dtype)
+
+
+def run_dummies(executor: Executor, lengths: Sequence[int]) -> None:
+    """Serve one batch of dummy requests to the end.
+
+    ``AllocationError`` when a step ran out of memory, ``RuntimeError`` with the message of any other failure.
+    """
+    for number, length in enumerate(lengths):
+        executor.submit(
+            Request(-1 - number, [DUMMY_TOKEN_ID] * length, _COSTLY_SAMPLING, max_new_tokens=1, is_dummy=True)
+        )
+    while executor.has_work:
+        failed = next((request for request in executor.step() if request.finish_reason == "error"), None)
+        if failed is not None:
+            if isinstance(executor.last_error, AllocationError):
+                raise executor.last_error
+            raise RuntimeError(f"the profiling run failed: {failed.error}") from executor.last_error

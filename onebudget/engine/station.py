@@ -1,0 +1,38 @@
+"""Where engines are built: a device, the buffer manager of its stream, and the model placed on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from onebudget.buffers import BufferManager
+    from onebudget.config import BudgetConfig
+    from onebudget.device.base import Device
+    from onebudget.models.load import LoadedModel
+
+
+@dataclass(slots=True)
+class Station:
+    model: LoadedModel
+    device: Device
+    manager: BufferManager
+
+    def close(self) -> None:
+        """Weights, then buffers, then the device. Safe after a failure."""
+        self.model.release()
+        self.manager.close()
+        self.device.close()
+
+
+def fake_station(folder: Path, dtype: str, *, capacity_bytes: int = 2**60) -> Station:
+    """The model's shapes on an accounting-only device: what runs there costs no memory and reads no weights."""
+    from onebudget.buffers import BufferManager
+    from onebudget.device import open_device
+    from onebudget.models.load import meta_model, place_weights, read_facts
+
+    device = open_device("fake", capacity_bytes=capacity_bytes)
+    manager = BufferManager(device.create_stream())
+    return Station(place_weights(meta_model(folder, dtype), read_facts(folder), dtype, manager), device, manager)

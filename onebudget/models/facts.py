@@ -1,0 +1,126 @@
+"""What the budget needs to know about a model, read from its ``config.json``. No torch, no weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from onebudget.budget.cost import CacheCost
+from onebudget.errors import ModelError
+
+LayerKind = Literal["full", "sliding", "linear", "latent"]
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_LAYER_KINDS: Mapping[str, LayerKind] = {
+    "full_attention": "full",
+    "attention": "full",
+    "sliding_attention": "sliding",
+    "chunked_attention": "sliding",
+    "linear_attention": "linear",
+    "mamba": "linear",
+    "recurrent": "linear",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Shape of one model. Sizes in elements; ``layers`` holds one kind per layer, first to last.
+
+    ``latent_dim`` is the width a latent (MLA) layer caches per token, 0 elsewhere.
+    """
+
+    name: str
+    architecture: str
+    layers: tuple[LayerKind, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    dtype: str
+    max_position: int
+    sliding_window: int | None = None
+    latent_dim: int = 0
+    quantization: str | None = None
+
+    def kv_elements_per_token(self) -> int:
+        """Cached elements of one token over all layers that cache per token (K and V, or one latent)."""
+        per_layer = {"latent": self.latent_dim, "linear": 0}
+        pair = 2 * self.num_kv_heads * self.head_dim
+        return sum(per_layer.get(kind, pair) for kind in self.layers)
+
+    def cache_cost(self, kv_dtype: str) -> CacheCost:
+        """Bytes of KV cache per token: elements times the bytes of ``kv_dtype`` (one rank, no states)."""
+        return CacheCost(slope=self.kv_elements_per_token() * DTYPE_BYTES[kv_dtype])
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """``config.json`` of a model folder as a dict. ``ModelError`` when it is missing or no JSON object."""
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise ModelError(
+            f"{folder} is no model folder: it does not exist. Give a folder with config.json, tokenizer files and "
+            "*.safetensors, or leave the model out for the demo model."
+        )
+    if not path.is_file():
+        found = sorted(entry.name for entry in folder.iterdir())[:6]
+        raise ModelError(f"{folder} has no config.json (it holds {', '.join(found) or 'nothing'}): not a model folder.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path} is not readable JSON: {error}. Fetch the file again.") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ModelError(f'{path} has no "model_type", so the architecture is unknown.')
+    return config
+
+
+def facts_from_config(config: Mapping[str, Any], *, name: str = "") -> ModelFacts:
+    """Facts from a ``config.json`` mapping (or ``PretrainedConfig.to_dict()``).
+
+    Multimodal configs keep the language model under ``text_config``; it is used when present.
+    Raises ``ModelError`` naming the key that is missing.
+    """
+    text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), Mapping) else dict(config)
+    try:
+        num_heads = int(text["num_attention_heads"])
+        num_layers = int(text["num_hidden_layers"])
+        hidden_size = int(text["hidden_size"])
+        vocab_size = int(text["vocab_size"])
+    except KeyError as missing:
+        raise ModelError(f"config of {name or text.get('model_type')} has no {missing}: the KV cost is unknown.") from None
+    latent = int(text["kv_lora_rank"]) + int(text["qk_rope_head_dim"]) if text.get("kv_lora_rank") else 0
+    quantization = config.get("quantization_config") or text.get("quantization_config")
+    return ModelFacts(
+        name=name,
+        architecture=(config.get("architectures") or [str(config.get("model_type"))])[0],
+        layers=_layer_kinds(text, num_layers, latent),
+        num_heads=num_heads,
+        num_kv_heads=int(text.get("num_key_value_heads") or num_heads),
+        head_dim=int(text.get("head_dim") or hidden_size // num_heads),
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        tie_word_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+        dtype=str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch."),
+        max_position=int(text.get("max_position_embeddings") or 2048),
+        sliding_window=_window(text),
+        latent_dim=latent,
+        quantization=None if not quantization else str(quantization.get("quant_method", "unknown")),
+    )
+
+
+def _layer_kinds(text: Mapping[str, Any], num_layers: int, latent: int) -> tuple[LayerKind, ...]:
+    declared = text.get("layer_types")
+    if declared:
+        return tuple(_LAYER_KINDS.get(str(kind), "full") for kind in declared)
+    if latent:
+        return ("latent",) * num_layers
+    return ("sliding" if _window(text) else "full",) * num_layers
+
+
+def _window(text: Mapping[str, Any]) -> int | None:
+    window = text.get("sliding_window")
+    return int(window) if window and text.get("use_sliding_window", True) else None

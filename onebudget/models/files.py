@@ -1,0 +1,101 @@
+"""Model files: find the folder, and check that its weights are whole before anything reads them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onebudget.errors import ModelError
+
+_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a safetensors header."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def resolve_model(model: str | Path, *, revision: str | None = None, offline: bool = False) -> Path:
+    """A local folder as it is; otherwise a hub id, fetched into the hub's cache (weights, config, tokenizer).
+
+    Raises ``ModelError`` when the id can't be fetched and is not cached.
+    """
+    path = Path(model).expanduser()
+    if path.exists() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(str(model), revision=revision, allow_patterns=_PATTERNS, local_files_only=offline)
+        )
+    except Exception as error:
+        raise ModelError(
+            f"{model} is neither a local folder nor a hub model that can be fetched here ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}). Give a local folder, check the name, or go online once to fill the cache."
+        ) from error
+
+
+def read_safetensors_header(path: Path) -> list[TensorEntry]:
+    """Tensors declared by a file's header; ``ModelError`` when the header or the data behind it is incomplete."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise ModelError(f"{path} has {size} bytes and no safetensors header: it is truncated. Fetch it again.")
+        (header_bytes,) = struct.unpack("<Q", prefix)
+        header = _parse_header(path, file.read(min(header_bytes, size)), header_bytes, size)
+    entries = [
+        TensorEntry(
+            name, info["dtype"], tuple(info["shape"]), int(info["data_offsets"][1]) - int(info["data_offsets"][0])
+        )
+        for name, info in header.items()
+        if name != "__metadata__"
+    ]
+    expected = 8 + header_bytes + sum(entry.nbytes for entry in entries)
+    if size != expected:
+        problem = "truncated" if size < expected else "damaged"
+        raise ModelError(
+            f"{path} is {problem}: its header declares {expected:,} bytes and the file has {size:,} "
+            f"({abs(expected - size):,} {'missing' if size < expected else 'too many'}). Fetch it again."
+        )
+    return entries
+
+
+def _parse_header(path: Path, raw: bytes, header_bytes: int, size: int) -> dict[str, Any]:
+    try:
+        if len(raw) < header_bytes:
+            raise ValueError(f"header of {header_bytes:,} bytes in a file of {size:,}")
+        header = json.loads(raw)
+        if not isinstance(header, dict):
+            raise ValueError("header is no JSON object")
+    except ValueError as error:
+        raise ModelError(f"{path} is no usable safetensors file ({error}). Fetch it again.") from error
+    return header
+
+
+def check_weight_files(folder: Path) -> list[TensorEntry]:
+    """Every tensor of the folder's safetensors files, each file checked to be whole."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index} is not a usable weight index ({error}). Fetch it again.") from error
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ModelError(f"{folder} lacks {len(missing)} of {len(names)} weight files, the first is {missing[0]}.")
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} has no *.safetensors file: weights in other formats are not loaded.")
+    return [entry for file in files for entry in read_safetensors_header(file)]

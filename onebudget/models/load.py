@@ -1,0 +1,152 @@
+"""Load a causal language model through transformers and put its weights into one buffer of the device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from onebudget.errors import ModelError
+from onebudget.models import hooks
+from onebudget.models.facts import DTYPE_BYTES, ModelFacts, facts_from_config, read_config
+from onebudget.models.files import check_weight_files
+from onebudget.units import align_up
+
+if TYPE_CHECKING:
+    from onebudget.buffers import Buffer, BufferManager
+
+OWNER = "weights"
+_TENSOR_ALIGNMENT_BYTES = 64  # a cache line, and wide enough for any vector load
+_TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_RUNNABLE_LAYERS = {"full", "sliding"}
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model whose parameters and buffers are views of ``weights``. ``release()`` drops both."""
+
+    facts: ModelFacts
+    module: Any
+    weights: Buffer
+    dtype: str
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weights.nbytes
+
+    def release(self) -> None:
+        self.module = None
+        self.weights.release()
+
+
+def read_facts(folder: Path) -> ModelFacts:
+    """Facts of a model folder that this engine can run. ``ModelError`` says why it can't."""
+    facts = facts_from_config(read_config(folder), name=folder.name)
+    if facts.quantization:
+        raise ModelError(
+            f"{folder} is quantised ({facts.quantization}); this engine runs float32, float16 and bfloat16 weights only."
+        )
+    foreign = sorted(set(facts.layers) - _RUNNABLE_LAYERS)
+    if foreign:
+        raise ModelError(f"{folder} has {' and '.join(foreign)} layers; this engine runs full and sliding attention only.")
+    return facts
+
+
+def host_model(folder: Path, dtype: str) -> Any:
+    """The module with its weights in ordinary host memory, not on any card yet."""
+    check_weight_files(folder)
+    hooks.register()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        module = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), attn_implementation=hooks.ATTENTION_NAME, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise ModelError(f"{folder} can't be loaded: {str(error).splitlines()[0]}") from error
+    return module.eval()
+
+
+def meta_model(folder: Path, dtype: str) -> Any:
+    """The same module with shapes only, for dry runs: no weights are read."""
+    hooks.register()
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=getattr(torch, dtype), attn_implementation=hooks.ATTENTION_NAME
+        )
+    return module.eval()
+
+
+def place_weights(module: Any, facts: ModelFacts, dtype: str, manager: BufferManager) -> LoadedModel:
+    """Move every parameter and buffer into one device buffer, tensor by tensor; tied tensors stay tied.
+
+    ``AllocationError`` when the device has no room; the module is unchanged then.
+    """
+    weights = manager.gpu(weight_bytes(module), owner=OWNER)
+    storage, offset = weights.as_tensor(), 0
+    placed: dict[int, torch.Tensor] = {}
+    for table, name, tensor in _tensors(module):
+        if id(tensor) not in placed:
+            nbytes = tensor.numel() * tensor.element_size()
+            view = storage[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape)
+            if not view.is_meta:
+                view.copy_(tensor.detach())
+            offset += align_up(nbytes, _TENSOR_ALIGNMENT_BYTES)
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            placed[id(tensor)] = torch.nn.Parameter(view, requires_grad=False) if is_parameter else view
+        table[name] = placed[id(tensor)]
+    return LoadedModel(facts, module, weights, dtype)
+
+
+def weight_bytes(module: Any) -> int:
+    """Bytes of all distinct parameters and buffers, each aligned as ``place_weights`` lays them out."""
+    distinct = {id(tensor): tensor for _, _, tensor in _tensors(module)}
+    return sum(
+        align_up(tensor.numel() * tensor.element_size(), _TENSOR_ALIGNMENT_BYTES) for tensor in distinct.values()
+    )
+
+
+def _tensors(module: Any) -> Iterator[tuple[dict[str, torch.Tensor], str, torch.Tensor]]:
+    """Every (table, name, tensor) of the module tree. A tied tensor appears once per place it stands in."""
+    for child in module.modules():
+        for table in (child._parameters, child._buffers):
+            for name, tensor in list(table.items()):
+                if tensor is not None:
+                    yield table, name, tensor
+
+
+def choose_dtype(requested: str, facts: ModelFacts, torch_device: str) -> str:
+    """torch's name of the computing dtype for the ``dtype`` knob.
+
+    ``auto`` on a CPU is bfloat16 where the processor multiplies it natively, else float32: emulated bfloat16 is far
+    slower from a few rows on. Other devices take the model's own dtype.
+    """
+    if requested != "auto":
+        return _TORCH_NAMES[requested]
+    if torch_device.startswith("cuda"):
+        return facts.dtype if facts.dtype in DTYPE_BYTES else "bfloat16"
+    return "bfloat16" if native_bfloat16() else "float32"
+
+
+def native_bfloat16() -> bool:
+    """Whether this processor has bfloat16 dot products (AVX512-BF16 or AMX)."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def end_token_ids(module: Any, tokenizer: Any) -> frozenset[int]:
+    """All tokens that end a sequence: the generation config may list several."""
+    listed = getattr(module.generation_config, "eos_token_id", None) or tokenizer.eos_token_id
+    return frozenset([listed] if isinstance(listed, int) else listed or ())
+
+
+def load_tokenizer(folder: Path) -> Any:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise ModelError(f"{folder} has no usable tokenizer: {str(error).splitlines()[0]}") from error
+

@@ -1,0 +1,8 @@
+"""Managers that turn the byte budget into countable things and lend them to requests at fixed moments of a step."""
+
+from onebudget.resources.base import BaseResourceManager, ResourceKind
+from onebudget.resources.kv.manager import KVCacheManager
+from onebudget.resources.manager import ResourceManager
+from onebudget.resources.slots import SequenceSlotManager
+
+__all__ = ["BaseResourceManager", "KVCacheManager", "ResourceKind", "ResourceManager", "SequenceSlotManager"]

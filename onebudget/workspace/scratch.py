@@ -1,0 +1,52 @@
+"""One grow-only scratch buffer for all attention layers: the largest demand, not the sum."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from onebudget.buffers import Buffer, BufferManager
+
+OWNER = "fixed_workspace"
+
+
+class ScratchBuffer:
+    """Bytes that layers share one after the other.
+
+    ``require(n)`` keeps the storage while ``n`` fits and otherwise reallocates: the address changes and contents
+    are lost, so views are valid until the next ``require``. ``peak_bytes`` is the largest demand so far.
+    """
+
+    def __init__(self, manager: BufferManager) -> None:
+        self._manager = manager
+        self._buffer: Buffer | None = None
+        self.logical_bytes = 0
+        self.peak_bytes = 0
+        self.grow_count = 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        return 0 if self._buffer is None else self._buffer.capacity_bytes
+
+    def require(self, nbytes: int) -> torch.Tensor:
+        """A ``[nbytes]`` uint8 view. Raises ``AllocationError`` when the device has no room to grow."""
+        if nbytes > self.capacity_bytes:
+            self._grow(nbytes)
+        self.logical_bytes = nbytes
+        self.peak_bytes = max(self.peak_bytes, nbytes)
+        assert self._buffer is not None
+        return self._buffer.as_tensor()[:nbytes]
+
+    def _grow(self, nbytes: int) -> None:
+        self.release()
+        self._buffer = self._manager.gpu(nbytes, owner=OWNER)
+        self.grow_count += 1
+
+    def release(self) -> None:
+        """Give the storage back; the next ``require`` allocates anew."""
+        if self._buffer is not None:
+            self._buffer.release()
+            self._buffer = None
+        self.logical_bytes = 0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from onebudget.buffers.counters import memory_counters
-from onebudget.buffers.dtypes import element_type, in_numpy
+from onebudget.buffers.dtypes import in_numpy
 from onebudget.buffers.kinds import MemoryKind
 from onebudget.device.allocators import Allocation, Allocator
 from onebudget.errors import ConfigError, StateError, UseAfterFreeError
@@ -60,7 +60,8 @@ class Buffer:
 
     def __repr__(self) -> str:
         state = ", released" if self._released else ""
-        return f"Buffer({self.kind}, {self.dtype}{list(self.shape)}, {format_bytes(self.nbytes)}, {self.owner!r}{state})"
+        what = f"{self.kind}, {self.dtype}{list(self.shape)}, {format_bytes(self.nbytes)}, {self.owner!r}"
+        return f"Buffer({what}{state})"
 
     def __len__(self) -> int:
         return self.size
@@ -75,7 +76,8 @@ class Buffer:
     def __del__(self) -> None:
         if getattr(self, "_released", True) or self._allocation is None:
             return
-        self.device.orphans.append(_FreeLater(self._source, self._allocation, self._stream, self.kind, self.capacity_bytes))
+        later = _FreeLater(self._source, self._allocation, self._stream, self.kind, self.capacity_bytes)
+        self.device.orphans.append(later)
 
     @property
     def nbytes(self) -> int:
@@ -221,12 +223,9 @@ class _FreeLater:
 def parse_shape(size: int | Sequence[int]) -> tuple[tuple[int, ...], int]:
     """Shape and number of elements of an int or a sequence of ints; ``ConfigError`` when negative or no number."""
     try:
-        shape = (operator.index(size),) if not isinstance(size, (tuple, list)) else tuple(map(operator.index, size))
+        shape = tuple(map(operator.index, size if isinstance(size, Sequence) else (size,)))
     except TypeError:
-        shape = None
-    if shape is None or any(length < 0 for length in shape) or isinstance(size, bool):
+        shape = (-1,)
+    if any(length < 0 for length in shape) or isinstance(size, bool):
         raise ConfigError.for_field("size", size, "a number of elements or a shape, zero or more in every place")
     return shape, math.prod(shape)
-
-
-__all__ = ["Buffer", "element_type", "parse_shape"]

@@ -18,6 +18,8 @@ class MemoryKind(StrEnum):
     PINNED_POOL = "pinned_pool"
     NVLS = "nvls"
 
+    __hash__ = str.__hash__  # the inherited one runs Python code at every dictionary access
+
     @property
     def on_host(self) -> bool:
         return self in (MemoryKind.CPU, MemoryKind.PINNED, MemoryKind.PINNED_POOL)

@@ -31,7 +31,7 @@ class BufferManager:
         self, stream: Stream, trim_pool: bool = False, *, owner: str = "buffers", pool: Pool | None = None
     ) -> None:
         if not isinstance(stream, Stream):
-            raise StateError(f"undefined stream: a BufferManager needs the stream its buffers belong to, got {stream!r}")
+            raise StateError(f"undefined stream: a BufferManager needs the stream of its buffers, got {stream!r}")
         self.stream = stream
         self.device = stream.device
         self.device.check_open()
@@ -98,7 +98,7 @@ class BufferManager:
     def _make(self, kind: MemoryKind, source: Allocator, size: Size, dtype: Any, owner: str | None) -> Buffer:
         if self._closed:
             raise StateError(f"the buffer manager of {self.owner} is closed")
-        shape, count = parse_shape(size)
+        shape, count = ((size,), size) if type(size) is int and size >= 0 else parse_shape(size)
         name, itemsize = element_type(dtype)
         stream = self.stream if source.stream_ordered else None
         return Buffer(self.device, kind, source, stream, owner or self.owner, shape, count, name, itemsize)

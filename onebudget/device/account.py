@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from typing import Final
 
 TENSOR_OWNER: Final = "tensors"
@@ -29,7 +30,7 @@ class Account:
     """
 
     __slots__ = (
-        "blocking_bytes", "buffer_bytes", "lock", "mapped_bytes", "others_bytes", "owners", "peak_bytes",
+        "_refunds", "blocking_bytes", "buffer_bytes", "lock", "mapped_bytes", "others_bytes", "owners", "peak_bytes",
         "pool_bytes", "tensor_bytes", "total_bytes", "used_bytes",
     )  # fmt: skip
 
@@ -42,6 +43,7 @@ class Account:
         self.buffer_bytes = 0
         self.peak_bytes = 0
         self.owners: dict[str, OwnerBytes] = {}
+        self._refunds: deque[tuple[int, str]] = deque()
 
     @property
     def live_bytes(self) -> int:
@@ -88,8 +90,9 @@ class Account:
     def try_charge_tensor(self, nbytes: int, owner: str = TENSOR_OWNER) -> bool:
         """Charge a framework tensor in both columns; ``False`` and nothing charged when it does not fit."""
         with self.lock:
-            total = self.total_bytes
-            if total is not None and self.used_bytes + nbytes > total:
+            if self._refunds:
+                self._settle_locked()
+            if not self.fits_locked(nbytes):
                 return False
             self.used_bytes += nbytes
             self.tensor_bytes += nbytes
@@ -97,7 +100,24 @@ class Account:
             return True
 
     def refund_tensor(self, nbytes: int, owner: str = TENSOR_OWNER) -> None:
-        with self.lock:
+        """Give a tensor's bytes back. Finalizers may call this wherever the collector runs, even inside a locked
+        section of their own thread: then the refund is noted, and ``settle`` books it."""
+        self._refunds.append((nbytes, owner))
+        if self.lock.acquire(blocking=False):
+            try:
+                self._settle_locked()
+            finally:
+                self.lock.release()
+
+    def settle(self) -> None:
+        """Book the refunds that were only noted."""
+        if self._refunds:
+            with self.lock:
+                self._settle_locked()
+
+    def _settle_locked(self) -> None:
+        while self._refunds:
+            nbytes, owner = self._refunds.popleft()
             self.used_bytes -= nbytes
             self.tensor_bytes -= nbytes
             self.owners[owner].live -= nbytes

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 class Allocation:
     """Bytes handed out by an allocator.
 
-    ``nbytes`` is what was handed out (requests rounded up), ``memory`` an object that keeps the address range mapped
-    while anything refers to it: a tensor made from the bytes, or queued work that touches them. ``freed`` turns true when the free takes effect, ``free_issued`` when it is asked for:
-    in between the stream still has work to do that may use the bytes.
+    ``nbytes`` is what was handed out (requests rounded up); ``memory`` an object that keeps the address range mapped
+    while anything refers to it, be it a tensor made from the bytes or queued work that touches them. ``free_issued``
+    turns true when the free is asked for, ``freed`` when it takes effect: in between the stream still has work to do
+    that may use the bytes.
     """
 
     __slots__ = ("address", "detail", "free_issued", "freed", "memory", "nbytes", "owner")
@@ -47,7 +48,7 @@ class Allocation:
 
     def begin_free(self) -> None:
         if self.free_issued:
-            raise UseAfterFreeError(f"double free of {format_bytes(self.nbytes)} of {self.owner!r} at {self.address:#x}")
+            raise UseAfterFreeError(f"double free: {format_bytes(self.nbytes)} of {self.owner!r} at {self.address:#x}")
         self.free_issued = True
 
 

@@ -32,9 +32,7 @@ _UNTRIED = object()
 class Device(ABC):
     """One card. Opened with ``open_device``; a context manager; ``close`` is idempotent.
 
-    A subclass fills the hooks ``_free_bytes``, ``_used_bytes``, ``_create_stream``, ``_create_pool``, ``_create_vmm``,
-    ``_allocate_blocking``, ``_free_blocking``, ``_allocate_host``, ``_free_host``, ``_copy``, ``_fill``, ``_sample``,
-    ``_tensor``, ``_empty_cache``, ``_synchronize`` and ``_close``. Hooks never touch the books: the methods around them do.
+    A subclass fills the hooks at the end of this class. Hooks never touch the books: the methods around them do.
     """
 
     kind: ClassVar[str]
@@ -57,7 +55,7 @@ class Device(ABC):
         self.cpu = HostAllocator(self, "cpu")
         self.pinned = HostAllocator(self, "pinned")
         self.orphans: deque[Callable[[], None]] = deque()
-        self._pool: Pool | None | object = _UNTRIED
+        self._pool: Pool | object | None = _UNTRIED
         self._pool_lock = threading.Lock()
         self._vmm: VirtualMemory | None = None
         self._host_lock = threading.Lock()
@@ -195,6 +193,7 @@ class Device(ABC):
 
     def collect(self) -> None:
         """Free what was dropped without ``release()``; finalizers only leave a note here, because they run anywhere."""
+        self.account.settle()
         while self.orphans:
             try:
                 self.orphans.popleft()()
@@ -331,7 +330,7 @@ class Device(ABC):
         for stream in list(self._streams):
             stream.synchronize()
 
-    def _empty_cache(self) -> None:
+    def _empty_cache(self) -> None:  # noqa: B027 - most devices have nothing to do here
         """Give back idle memory of the framework's own allocator, where it has one."""
 
     @abstractmethod

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _FIRST_ADDRESS = 2**40
 _HOST_BYTES = 2**47
+_GIVEN = ("name", "total_bytes", "granularity_bytes", "pool_supported", "vmm_supported", "host_total_bytes")
 
 
 class FakeArena:
@@ -64,9 +65,8 @@ class FakeDevice(SoftwareDevice):
             vmm_supported=vmm_supported,
             multicast_supported=False,
             host_total_bytes=host_capacity_bytes,
-            sources={name: "given to open_device" for name in ("name", "total_bytes", "granularity_bytes",
-                     "pool_supported", "vmm_supported", "host_total_bytes")},
-        )  # fmt: skip
+            sources=dict.fromkeys(_GIVEN, "given to open_device"),
+        )
         super().__init__(facts, torch_device="meta", others_bytes=others_bytes)
         self._host_capacity_bytes = host_capacity_bytes
         self._next_address = _FIRST_ADDRESS

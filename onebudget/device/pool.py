@@ -14,7 +14,7 @@ from onebudget.device.allocators import Allocation, Pool
 from onebudget.device.base import Device
 from onebudget.device.sample import PoolStats
 from onebudget.device.spans import Span, SpanIndex, SpanState
-from onebudget.device.streams import Stream
+from onebudget.device.streams import QueueStream, Stream
 from onebudget.errors import ConfigError
 from onebudget.units import align_down, align_up
 
@@ -83,7 +83,8 @@ class ArenaPool(Pool):
         if stream is None or not stream.pending:
             self._take_back(allocation)
         else:
-            stream.run(partial(self._take_back, allocation))  # type: ignore[attr-defined]
+            assert isinstance(stream, QueueStream)
+            stream.run(partial(self._take_back, allocation))
 
     def trim_to(self, nbytes: int) -> None:
         if nbytes < 0:

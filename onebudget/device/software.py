@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 
 from onebudget.device.account import Account
 from onebudget.device.base import Device
@@ -37,17 +38,18 @@ class SoftwareDevice(Device, ArenaSource):
 
     def _copy(self, target: int, source: int, nbytes: int, stream: Stream | None,
               touches: tuple[Touchable, ...]) -> None:  # fmt: skip
-        if stream is None:
-            self._copy_now(target, source, nbytes)
-        else:
-            stream.run(lambda: self._copy_now(target, source, nbytes), touches)
+        self._in_order(stream, lambda: self._copy_now(target, source, nbytes), touches)
 
     def _fill(self, address: int, value: int, nbytes: int, stream: Stream | None,
               touches: tuple[Touchable, ...]) -> None:  # fmt: skip
+        self._in_order(stream, lambda: self._fill_now(address, value, nbytes), touches)
+
+    def _in_order(self, stream: Stream | None, work: Callable[[], None], touches: tuple[Touchable, ...]) -> None:
         if stream is None:
-            self._fill_now(address, value, nbytes)
+            work()
         else:
-            stream.run(lambda: self._fill_now(address, value, nbytes), touches)
+            assert isinstance(stream, QueueStream)
+            stream.run(work, touches)
 
     def _close(self) -> None:
         if self._vmm is not None:

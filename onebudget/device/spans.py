@@ -45,7 +45,8 @@ class Span:
     def absorb_next(self) -> None:
         """Take the following span's addresses."""
         gone = self.next
-        assert gone is not None and gone.arena is self.arena
+        assert gone is not None
+        assert gone.arena is self.arena
         self.nbytes += gone.nbytes
         self.next = gone.next
         if gone.next is not None:

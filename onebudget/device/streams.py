@@ -197,7 +197,7 @@ class QueueStream(Stream):
                 for memory in touches:
                     memory.check_use()
                 work()
-            except BaseException as error:  # noqa: BLE001 - kept for synchronize()
+            except BaseException as error:
                 with self._lock:
                     self._error = self._error or error
             with self._lock:

@@ -1,0 +1,1 @@
+"""A ledger for people: tables and a bar for terminals, one HTML page, one figure."""

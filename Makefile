@@ -22,7 +22,7 @@ STAMP := $(VENV)/.setup-done
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 # One line per package instead of pip's six.
-BRIEF := awk '/^ *(Downloading .*\.(whl|gz) |Building|Installing|Successfully)/ { print substr($$0, 1, 120); fflush() }'
+BRIEF := awk '/^ *(Downloading .*\.(whl|gz) |Building|Installing|Successfully)/ && !/: (started|finished)/ { print substr($$0, 1, 120); fflush() }'
 
 .PHONY: help run test test-long lint bench setup demo clean
 

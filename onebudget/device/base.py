@@ -14,6 +14,7 @@ from onebudget.device.account import TENSOR_OWNER, Account
 from onebudget.device.allocators import BlockingAllocator, HostAllocator, Pool
 from onebudget.device.facts import DeviceFacts
 from onebudget.device.faults import Faults
+from onebudget.device.private_pool import PrivatePool
 from onebudget.device.sample import MemorySample
 from onebudget.device.streams import Stream, Touchable
 from onebudget.device.vmm import VirtualMemory
@@ -48,6 +49,7 @@ class Device(ABC):
         self.account = account
         self.faults = Faults()
         self.closed = False
+        self.poison: int | None = None
         self.pageable_copies = 0
         self.host_bytes = 0
         self.blocking = BlockingAllocator(self)
@@ -59,6 +61,7 @@ class Device(ABC):
         self._pool_lock = threading.Lock()
         self._vmm: VirtualMemory | None = None
         self._host_lock = threading.Lock()
+        self._closers: list[Callable[[Device], None]] = []
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
     def __repr__(self) -> str:
@@ -240,6 +243,10 @@ class Device(ABC):
         """A torch tensor over ``nbytes`` at ``address`` without a copy; ``keep`` stays referenced by its storage."""
         return self._tensor(address, dtype, shape, nbytes, kind, keep)
 
+    def make_private_pool(self, tag: str) -> PrivatePool:
+        """A pool that framework allocations go to while a virtual-memory scope is innermost."""
+        return PrivatePool(tag)
+
     def synchronize(self) -> None:
         """Wait for every stream; the first error of queued work is raised."""
         self.check_open()
@@ -259,10 +266,17 @@ class Device(ABC):
             return
         self.collect()
         self.drain_streams()
+        for closer in self._closers:
+            closer(self)
         self.closed = True
         for stream in list(self._streams):
             stream.close()
         self._close()
+
+    def at_close(self, closer: Callable[[Device], None]) -> None:
+        """Call ``closer(device)`` when the device closes, before it gives anything back; once per function."""
+        if closer not in self._closers:
+            self._closers.append(closer)
 
     def check_open(self) -> None:
         if self.closed:
@@ -330,7 +344,7 @@ class Device(ABC):
         for stream in list(self._streams):
             stream.synchronize()
 
-    def _empty_cache(self) -> None:  # noqa: B027 - most devices have nothing to do here
+    def _empty_cache(self) -> None:
         """Give back idle memory of the framework's own allocator, where it has one."""
 
     @abstractmethod

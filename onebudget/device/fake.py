@@ -14,9 +14,24 @@ from onebudget.units import align_up
 if TYPE_CHECKING:
     from torch import Tensor
 
-_FIRST_ADDRESS = 2**40
+_FIRST_ADDRESS = 2**52  # beyond what a process can map, so no fake address is ever a real one
 _HOST_BYTES = 2**47
 _GIVEN = ("name", "total_bytes", "granularity_bytes", "pool_supported", "vmm_supported", "host_total_bytes")
+
+
+class _Addresses:
+    def __init__(self) -> None:
+        self._next = _FIRST_ADDRESS
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int, alignment: int) -> int:
+        with self._lock:
+            address = align_up(self._next, alignment)
+            self._next = address + nbytes
+            return address
+
+
+_addresses = _Addresses()
 
 
 class FakeArena:
@@ -69,15 +84,10 @@ class FakeDevice(SoftwareDevice):
         )
         super().__init__(facts, torch_device="meta", others_bytes=others_bytes)
         self._host_capacity_bytes = host_capacity_bytes
-        self._next_address = _FIRST_ADDRESS
-        self._address_lock = threading.Lock()
 
     def take_addresses(self, nbytes: int, alignment: int) -> int:
-        """Addresses that were never handed out before."""
-        with self._address_lock:
-            address = align_up(self._next_address, alignment)
-            self._next_address = address + nbytes
-            return address
+        """Addresses that no fake device of this process handed out before."""
+        return _addresses.take(nbytes, alignment)
 
     def make_arena(self, nbytes: int) -> FakeArena:
         return FakeArena(self.take_addresses(nbytes, self.facts.granularity_bytes), nbytes)

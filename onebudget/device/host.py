@@ -48,7 +48,7 @@ class HostDevice(SoftwareDevice):
     ) -> None:
         facts = host_device_facts(capacity_bytes, granularity_bytes, pool_supported, vmm_supported, name)
         super().__init__(facts, torch_device="cpu", others_bytes=others_bytes)
-        self.poison = poison
+        self.poison = POISON if poison else None
         self.file = PhysicalFile("host")
         self._warned_unlocked = False
         available = facts.host_available_bytes

@@ -24,10 +24,12 @@ def show_answers(prompts: Sequence[Prompt], outputs: Sequence[RequestOutput], ou
     for number, (prompt, answer) in enumerate(zip(prompts, outputs, strict=True), start=1):
         body = answer.error or answer.text or f"{len(answer.token_ids)} tokens without text"
         style = "red" if answer.finish_reason in _FAILED else ""
-        facts = f"[{answer.finish_reason}, {len(answer.prompt_token_ids)} + {len(answer.token_ids)} tokens]"
+        counts = f"{len(answer.prompt_token_ids)} prompt and {len(answer.token_ids)} new tokens"
+        facts = f"[{answer.finish_reason}; {counts}]"
         text = Text(shorten(body, ANSWER_CHARACTERS), style=style).append(f" {facts}", style="dim")
         output.show(
-            Text(f"{number}. {shorten(title_of(prompt), PROMPT_CHARACTERS)}", style="bold"), Padding(text, (0, 0, 0, 3))
+            Text(f"{number}. {shorten(title_of(prompt), PROMPT_CHARACTERS)}", style="bold"),
+            Padding(text, (0, 0, 0, 3), expand=False),
         )
 
 

@@ -21,16 +21,19 @@ class Workload:
     params: list[SamplingParams]
     references: Sequence[DemoPrompt] = ()
 
-    def verdict(self, outputs: Sequence[RequestOutput], dtype: str) -> dict[str, Any]:
-        """``{"demo": …}``: how many answers are the recorded ones. Empty where nothing is recorded for ``dtype``."""
-        expected = [reference.greedy.get(dtype) for reference in self.references]
+    def judge(self, document: dict[str, Any], outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The run's document, with ``"demo"`` added: how many answers are the recorded ones of its dtype.
+
+        Unchanged where nothing was recorded.
+        """
+        expected = [reference.greedy.get(document["dtype"]) for reference in self.references]
         if not expected or None in expected:
-            return {}
+            return document
         equal = sum(
             answer is not None and list(output.token_ids) == list(answer.token_ids)
             for output, answer in zip(outputs, expected, strict=True)
         )
-        return {"demo": {"equal": equal, "of": len(expected), "dtype": dtype}}
+        return {**document, "demo": {"equal": equal, "of": len(expected), "dtype": document["dtype"]}}
 
 
 def demo_workload(sampling: Mapping[str, Any], defaults: Mapping[str, Any]) -> Workload:

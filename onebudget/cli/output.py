@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-WIDTH_WITHOUT_TERMINAL = 140
+WIDTH_WITHOUT_TERMINAL = 160
 
 
 @dataclass(frozen=True, slots=True)

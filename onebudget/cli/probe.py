@@ -30,7 +30,7 @@ def probe(
 ) -> int:
     """List device facts."""
     with output.clean_stdout():
-        devices = [_describe(name) for name in ([device] if device else _names())]
+        devices = [_describe(name) for name in ([device] if device is not None else _names())]
     output.document({"devices": devices})
     for description in devices:
         output.show(_table(description))

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from onebudget.cli.output import Output
 
 
+def present(document: Mapping[str, Any], report: Path | None, output: Output) -> None:
+    """A ledger in every form that was asked for: JSON, tables, page."""
+    output.document(document)
+    show_ledger(document, output)
+    write_report(document, report, output)
+
+
 def show_ledger(document: Mapping[str, Any], output: Output) -> None:
     """The card as a bar, the table of shares, and the run's throughput and counters."""
     if not output.for_people:

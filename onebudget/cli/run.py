@@ -13,7 +13,7 @@ from onebudget.cli.demo import Workload, demo_workload, texts_of_demo
 from onebudget.cli.options import command, engine_knobs
 from onebudget.cli.output import Output
 from onebudget.cli.prompts import PromptLine, read_prompts
-from onebudget.cli.reports import check_report_path, show_ledger, write_report
+from onebudget.cli.reports import check_report_path, present
 from onebudget.errors import BudgetError, ConfigError
 
 if TYPE_CHECKING:
@@ -53,19 +53,14 @@ def run(
     try:
         with output.clean_stdout(), _engine(model, device, strict_memory, knobs, output) as llm:
             outputs = llm.generate(workload.prompts, workload.params, return_on_interrupt=True)
-            document = {**llm.run_report(outputs), **workload.verdict(outputs, llm.dtype)}
+            document = workload.judge(llm.run_report(outputs), outputs)
             interrupted = llm.interrupted
     except BudgetError as error:
         if error.ledger is not None:
-            document = error.ledger.to_dict()
-            output.document(document)
-            show_ledger(document, output)
-            write_report(document, report, output)
+            present(error.ledger.to_dict(), report, output)
         raise
-    output.document(document)
     show_answers(workload.prompts, outputs, output)
-    show_ledger(document, output)
-    write_report(document, report, output)
+    present(document, report, output)
     return status_of(outputs, document, interrupted=interrupted, output=output)
 
 

@@ -17,10 +17,12 @@ Bytes = Annotated[int, Field(ge=0, strict=True)]
 class _MeasuredTerm(BaseModel):
     name: str
     bytes: Bytes
+    peak_bytes: Bytes | None = None
 
 
 class _MeasuredKVCache(BaseModel):
     bytes: Bytes
+    peak_bytes: Bytes | None = None
 
 
 class _Measured(BaseModel):

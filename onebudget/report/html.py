@@ -12,7 +12,7 @@ from typing import Any
 from onebudget.report.chart import chart_html
 from onebudget.report.palette import colour_of
 from onebudget.report.segments import Document, Segment, cap_value, has_measurement, kv_sentence, segments_of, subject
-from onebudget.report.tables import change_sentence, run_lines, signed
+from onebudget.report.tables import HOW_MEASURED, change_sentence, run_lines, signed
 from onebudget.units import format_bytes
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -87,15 +87,16 @@ def _section(title: str, body: str) -> str:
 def _ledger_table(segments: Sequence[Segment], *, measured: bool) -> str:
     planned_total = sum(segment.planned_bytes for segment in segments)
     measured_total = sum(segment.measured_bytes or 0 for segment in segments)
-    more = ["measured bytes", "difference"] if measured else []
+    more = ["measured bytes", "difference", "peak use"] if measured else []
     heads = ["share", "planned", "planned bytes", *more, "basis", "owner", "why"]
     total = ["total", format_bytes(planned_total), f"{planned_total:,}"]
-    total += [f"{measured_total:,}", signed(measured_total - planned_total)] if measured else []
-    numbers = range(1, 5 if measured else 3)
+    total += [f"{measured_total:,}", signed(measured_total - planned_total), ""] if measured else []
+    numbers = range(1, 6 if measured else 3)
     rows = "".join(f'<tr class="share">{_cells(_row(s, measured=measured), numbers)}</tr>' for s in segments)
+    how = f'<p class="dim">{HOW_MEASURED}</p>' if measured else ""
     return (
-        f'<div class="scroll"><table><thead><tr>{_cells(map(escape, heads), numbers, "th")}</tr></thead>'
-        f"<tbody>{rows}</tbody><tfoot><tr>{_cells([*total, '', '', ''], numbers)}</tr></tfoot></table></div>"
+        f'<div class="scroll"><table><thead><tr>{_cells(heads, numbers, "th")}</tr></thead>'
+        f"<tbody>{rows}</tbody><tfoot><tr>{_cells([*total, '', '', ''], numbers)}</tr></tfoot></table></div>{how}"
     )
 
 
@@ -105,6 +106,7 @@ def _row(segment: Segment, *, measured: bool) -> list[str]:
         difference = segment.difference_bytes
         row.append("-" if segment.measured_bytes is None else f"{segment.measured_bytes:,}")
         row.append("" if difference is None else signed(difference))
+        row.append("-" if segment.peak_bytes is None else f"{segment.peak_bytes:,}")
     return [*row, escape(segment.basis), escape(segment.owner), escape(segment.why)]
 
 
@@ -164,4 +166,6 @@ def _facts(segment: Segment) -> list[str]:
     facts = [f"planned {format_bytes(segment.planned_bytes)} = {segment.planned_bytes:,} B"]
     if segment.measured_bytes is not None:
         facts.append(f"measured {format_bytes(segment.measured_bytes)} = {segment.measured_bytes:,} B")
+    if segment.peak_bytes is not None:
+        facts.append(f"used at the peak {format_bytes(segment.peak_bytes)} = {segment.peak_bytes:,} B")
     return [*facts, f"basis {segment.basis}{', owner ' + segment.owner if segment.owner else ''}"]

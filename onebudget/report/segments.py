@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Document = Mapping[str, Any]
@@ -14,7 +14,11 @@ UNASSIGNED = "unassigned"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One share of the card. ``measured_bytes`` is None where the run did not report this share."""
+    """One share of the card.
+
+    ``measured_bytes`` are held by it, ``peak_bytes`` the most that was really used of it; None where the run did not
+    report that.
+    """
 
     name: str
     owner: str
@@ -22,6 +26,7 @@ class Segment:
     measured_bytes: int | None
     basis: str
     why: str
+    peak_bytes: int | None = None
 
     @property
     def difference_bytes(self) -> int | None:
@@ -42,18 +47,27 @@ def segments_of(document: Document) -> list[Segment]:
         for name, nbytes in measured.items()
         if name not in known and nbytes
     ]
-    return [*terms, *surprises, _kv_segment(document, measured), _unassigned_segment(document, measured)]
+    segments = [*terms, *surprises, _kv_segment(document, measured), _unassigned_segment(document, measured)]
+    peaks = peak_bytes(document)
+    return [replace(segment, peak_bytes=peaks.get(segment.name)) for segment in segments]
 
 
 def measured_bytes(document: Document) -> dict[str, int]:
     """Bytes per share as measured; empty for a document without a measurement."""
     measured = document.get("measured") or {}
     shares = {term["name"]: int(term["bytes"]) for term in measured.get("terms", ())}
-    if KV_CACHE in measured:
+    if measured.get(KV_CACHE):
         shares[KV_CACHE] = int(measured[KV_CACHE]["bytes"])
     if "unassigned_bytes" in measured:
         shares[UNASSIGNED] = int(measured["unassigned_bytes"])
     return shares
+
+
+def peak_bytes(document: Document) -> dict[str, int]:
+    """Peak use per share, as far as a run reports it."""
+    measured = document.get("measured") or {}
+    shares = [*measured.get("terms", ()), {"name": KV_CACHE, **(measured.get(KV_CACHE) or {})}]
+    return {share["name"]: int(share["peak_bytes"]) for share in shares if share.get("peak_bytes") is not None}
 
 
 def has_measurement(document: Document) -> bool:

@@ -16,9 +16,11 @@ from onebudget.report.palette import colour_of
 from onebudget.report.segments import Document, Segment, cap_value, has_measurement, segments_of, subject
 from onebudget.units import format_bytes
 
-WHY_COLUMN_FROM_WIDTH = 120
+WHY_COLUMN_FROM_WIDTH, WHY_COLUMN_BESIDE_MEASURED = 110, 150
+PEAK_COLUMN_FROM_WIDTH = 132
 OWNER_COLUMNS_FROM_WIDTH = 112
 HUMAN_COLUMN_FROM_WIDTH = 90
+HOW_MEASURED = "Measured is what was held when the run ended. What nobody held then counts as unassigned."
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class Columns:
     """Which columns of the ledger table there is room for; exact bytes always stay."""
 
     measured: bool
+    peak: bool
     human: bool
     owner: bool
     why: bool
@@ -34,9 +37,10 @@ class Columns:
     def for_width(cls, width: int, *, measured: bool) -> Columns:
         return cls(
             measured=measured,
+            peak=measured and width >= PEAK_COLUMN_FROM_WIDTH,
             human=not measured or width >= HUMAN_COLUMN_FROM_WIDTH,
             owner=not measured or width >= OWNER_COLUMNS_FROM_WIDTH,
-            why=width >= WHY_COLUMN_FROM_WIDTH,
+            why=width >= (WHY_COLUMN_BESIDE_MEASURED if measured else WHY_COLUMN_FROM_WIDTH),
         )
 
 
@@ -50,6 +54,8 @@ def ledger_view(document: Document, *, width: int) -> Group:
     parts: list[RenderableType] = [ledger_table(document, segments, columns)]
     if not columns.why:
         parts.append(reasons(segments))
+    if columns.measured:
+        parts.append(Text(HOW_MEASURED, style="dim"))
     parts.append(Text(kv_line(document)))
     if document.get("caps"):
         parts.append(caps_table(document["caps"]))
@@ -77,6 +83,8 @@ def ledger_table(document: Document, segments: Sequence[Segment], columns: Colum
         total = sum(segment.measured_bytes or 0 for segment in segments)
         table.add_column("measured bytes", footer=f"{total:,}", justify="right", no_wrap=True)
         table.add_column("difference", footer=signed(total - capacity), justify="right", no_wrap=True)
+    if columns.peak:
+        table.add_column("peak use", justify="right", no_wrap=True)
     if columns.owner:
         table.add_column("basis", no_wrap=True)
         table.add_column("owner", no_wrap=True)
@@ -96,6 +104,8 @@ def _row(segment: Segment, columns: Columns) -> list[RenderableType]:
         difference = segment.difference_bytes
         row.append("-" if segment.measured_bytes is None else f"{segment.measured_bytes:,}")
         row.append("" if difference is None else signed(difference))
+    if columns.peak:
+        row.append("-" if segment.peak_bytes is None else f"{segment.peak_bytes:,}")
     if columns.owner:
         row += [Text(segment.basis), Text(segment.owner)]
     return [*row, Text(segment.why)] if columns.why else row

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -65,9 +66,22 @@ def test_a_budget_that_does_not_fit_says_so_with_the_ways_out(plan_document: dic
 
 
 def test_columns_make_room_for_exact_bytes_first() -> None:
-    assert Columns.for_width(80, measured=True) == Columns(measured=True, human=False, owner=False, why=False)
-    assert Columns.for_width(80, measured=False) == Columns(measured=False, human=True, owner=True, why=False)
-    assert Columns.for_width(140, measured=True) == Columns(measured=True, human=True, owner=True, why=True)
+    def shown(width: int, measured: bool) -> list[str]:
+        return [name for name, there in asdict(Columns.for_width(width, measured=measured)).items() if there]
+
+    assert shown(80, measured=True) == ["measured"]
+    assert shown(80, measured=False) == ["human", "owner"]
+    assert shown(112, measured=True) == ["measured", "human", "owner"]
+    assert shown(140, measured=True) == ["measured", "peak", "human", "owner"]
+    assert shown(160, measured=True) == ["measured", "peak", "human", "owner", "why"]
+
+
+def test_peak_use_stands_beside_what_is_held(run_document: dict[str, Any]) -> None:
+    run_document["measured"]["terms"][0]["peak_bytes"] = 123_456_789
+    run_document["measured"]["kv_cache"]["peak_bytes"] = 987_654_321
+    text = rendered(run_document, 140)
+    assert "123,456,789" in text
+    assert "987,654,321" in text
 
 
 def test_small_sentences() -> None:

@@ -49,7 +49,7 @@ class CardBar:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         shown = [(letter, segment, size) for letter, (segment, size) in zip(_LETTERS, self._sizes(), strict=False)]
         widths = cell_widths([size for _, _, size in shown], max(options.max_width - 2, 10))
-        coloured = console.color_system is not None
+        coloured = console.color_system in ("256", "truecolor")  # in 16 colours neighbours would look alike
         bar, legend = Text("[", no_wrap=True), []
         for (letter, segment, size), width in zip(shown, widths, strict=True):
             mark = "\u2588" if coloured else letter

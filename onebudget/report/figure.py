@@ -55,12 +55,19 @@ def _stack(axes: Axes, segments: Sequence[Segment], row: int, sizes: Sequence[in
     start, total = 0, sum(sizes)
     for segment, size in zip(segments, sizes, strict=True):
         colour = colour_of(segment.name)
-        label = f"{segment.name}  {format_bytes(size)}" if row == 0 else None
+        label = _label(segment) if row == 0 else None
         axes.barh(row, size, left=start, height=0.66, color=colour, edgecolor="white", linewidth=0.8, label=label)
         if size >= total * _LABEL_FROM_SHARE:
             name = segment.name.replace("_", "\n" if size < total * 2 * _LABEL_FROM_SHARE else " ")
             axes.text(start + size / 2, row, name, ha="center", va="center", color=ink_on(colour), fontsize=9)
         start += size
+
+
+def _label(segment: Segment) -> str:
+    """What the legend says: the planned size, or the measured one of a share that was not planned."""
+    if segment.planned_bytes:
+        return f"{segment.name}  {format_bytes(segment.planned_bytes)}"
+    return f"{segment.name}  {format_bytes(segment.measured_bytes or 0)} measured"
 
 
 def _dress(axes: Axes, document: Document, *, measured: bool) -> None:

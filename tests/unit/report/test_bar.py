@@ -38,9 +38,15 @@ def test_without_colours_the_bar_is_lettered_and_as_wide_as_the_console(run_docu
     assert "A weights 40.00 GiB" in " ".join(legend)
 
 
+def test_few_colours_keep_the_letters(run_document: dict[str, Any]) -> None:
+    text = bar_text(run_document, force_terminal=True, color_system="standard")
+    assert "AAA" in text
+    assert "\u2588" not in text
+
+
 def test_with_colours_the_bar_is_solid(run_document: dict[str, Any]) -> None:
     text = bar_text(run_document, force_terminal=True, color_system="truecolor")
-    assert "\x1b[38;2;" in text
+    assert "\x1b[" in text
     assert text.splitlines()[0].count("\u2588") == 98
 
 

@@ -16,6 +16,7 @@ from onebudget.budget.ledger import Admission, Basis, DeviceLine, HostLine, KVGr
 from onebudget.budget.partition import Labels, partition
 from onebudget.budget.pool import missing_bytes, pool_line
 from onebudget.budget.shares import Inputs, Shares
+from onebudget.errors import ConfigError
 
 if TYPE_CHECKING:
     from onebudget.budget.cost import CacheCost
@@ -83,6 +84,7 @@ def derive_budget(
         config=config, profile=profile, cost=cost, total_bytes=total_bytes, reserves=tuple(reserves),
         context_workspace=context_workspace, pp_size=pp_size,
     )  # fmt: skip
+    _refuse_nonsense(inputs)
     shares = divide(inputs)
     kv_cache = pool_line(inputs, shares.pool_bytes, groups)
     labels = Labels(outside=outside or {}, logits_bytes=logits_bytes, basis=basis or {}, ranges=ranges or {})
@@ -106,6 +108,19 @@ def derive_budget(
     if not ledger.fits:
         raise budget_error(inputs, shares, ledger)
     return replace(ledger, warnings=pool_warnings(inputs, ledger))
+
+
+def _refuse_nonsense(inputs: Inputs) -> None:
+    if inputs.total_bytes <= 0:
+        raise ConfigError.for_field("total_bytes", inputs.total_bytes, "a whole number of bytes above 0")
+    for name, value in (("cost.slope", inputs.cost.slope), ("cost.intercept", inputs.cost.intercept)):
+        if value < 0:
+            raise ConfigError.for_field(name, value, "at least 0")
+    tokens, block = inputs.config.kv_max_tokens, inputs.config.tokens_per_block
+    if inputs.cost.slope == 0 and tokens is not None and tokens < block:
+        raise ConfigError.for_field(
+            "kv_max_tokens", tokens, f"at least one block ({block}) where tokens take no memory"
+        )
 
 
 def _device_as_profiled(inputs: Inputs, labels: Labels) -> DeviceLine:

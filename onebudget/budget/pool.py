@@ -18,13 +18,15 @@ Groups = Callable[[int], Iterable[KVGroup]]
 
 def pool_tokens(inputs: Inputs, kv_bytes: int) -> int:
     """Tokens that ``kv_bytes`` hold. Where a token costs nothing (only recurrent layers) memory does not bound them:
-    then the user's token cap does, or as many as the seats can ever need; 0 while not even the fixed part fits."""
+    then the user's token cap does, or whole blocks for a full request in every seat; 0 while even the fixed part is
+    short.
+    """
     cost, config = inputs.cost, inputs.config
     if cost.slope > 0:
         return cost.tokens_for_budget(kv_bytes)
     if kv_bytes < cost.intercept:
         return 0
-    return config.kv_max_tokens or config.max_seq_len * config.max_batch_size * inputs.pp_size
+    return config.kv_max_tokens or inputs.min_tokens * config.max_batch_size * inputs.pp_size
 
 
 def pool_line(inputs: Inputs, pool_bytes: int, groups: Groups | None = None) -> KVCacheLine:

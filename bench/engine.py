@@ -113,7 +113,6 @@ class Peer:
             max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=2, bos_token_id=1
         )
 
-    @torch.inference_mode()
     def generate(self, prompts: Sequence[list[int]]) -> list[list[int]]:
         ids = torch.tensor(prompts)
         output = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=self.config)

@@ -47,9 +47,13 @@ class ModelRunner:
         self.scratch = ScratchBuffer(manager)
         self._backend = GatherBackend(kv.pool, self.scratch)
 
-    @torch.no_grad()
     def step(self, batch: ScheduledBatch, sampler: Sampler) -> list[int]:
         """Run the batch; one token for each prompt that ends in this step and each generating request, in order."""
+        # The meter needs no_grad: inference_mode, faster by a few per cent, hides the temporaries of composite operations.
+        with torch.no_grad() if self.metered else torch.inference_mode():
+            return self._step(batch, sampler)
+
+    def _step(self, batch: ScheduledBatch, sampler: Sampler) -> list[int]:
         tokens, rows, plan = self.inputs.fill(batch, self._kv)
         sampled = [*batch.context_last, *batch.generation]
         token = current_backend.set(self._backend)

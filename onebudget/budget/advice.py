@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from onebudget.budget.ledger import Change, Ledger
-from onebudget.budget.pool import budget_needed, missing_bytes, pool_tokens
+from onebudget.budget.pool import budget_needed, missing_bytes, pool_line
 from onebudget.errors import BudgetError
 from onebudget.units import ceil_div, format_bytes
 
@@ -55,7 +55,7 @@ def find_changes(inputs: Inputs, simulate: Simulate, more: MoreCandidates | None
     now = simulate(inputs)
     if missing_bytes(inputs, now) == 0:
         return ()
-    has_a_block = _blocks(inputs, now) > 0
+    has_a_block = pool_line(inputs, now.pool_bytes).blocks > 0
     own = list(_own_candidates(inputs, now))
     offered = [*own, *(more(inputs.config) if more else ())]
     tried = [_simulated(inputs, now, item, simulate) for item in offered]
@@ -74,10 +74,6 @@ class _Outcome:
         return self.holds_full_request if had_a_block else self.change.fits
 
 
-def _blocks(inputs: Inputs, shares: Shares) -> int:
-    return pool_tokens(inputs, shares.pool_bytes) // inputs.config.tokens_per_block
-
-
 def _price(change: Change) -> tuple[int, int]:
     return max(_PRICES.get(name, _UNKNOWN_PRICE) for name in change.set), len(change.set)
 
@@ -89,8 +85,8 @@ def _together(candidates: Iterable[Candidate]) -> Candidate:
 def _simulated(inputs: Inputs, now: Shares, candidate: Candidate, simulate: Simulate) -> _Outcome:
     changed = _apply(inputs, candidate)
     then = simulate(changed)
-    gains = max(then.pool_bytes, 0) - max(now.pool_bytes, 0)
-    change = Change(dict(candidate.set), max(gains, 0), _blocks(changed, then) > 0)
+    before, after = pool_line(inputs, now.pool_bytes), pool_line(changed, then.pool_bytes)
+    change = Change(dict(candidate.set), max(after.bytes - before.bytes, 0), after.blocks > 0)
     return _Outcome(change, missing_bytes(changed, then) == 0)
 
 
@@ -126,7 +122,7 @@ def _own_candidates(inputs: Inputs, now: Shares) -> Iterator[Candidate]:
     workspace = inputs.context_workspace
     if workspace and workspace.kv_len_cap and workspace.kv_len_cap > config.max_seq_len:
         yield Candidate(set={"context_kv_len_cap": config.max_seq_len})
-    fitting = pool_tokens(inputs, now.pool_bytes) // config.tokens_per_block * config.tokens_per_block
+    fitting = pool_line(inputs, now.pool_bytes).blocks * config.tokens_per_block
     if 0 < fitting < config.max_seq_len:
         yield Candidate(set={"max_seq_len": fitting})
     if config.device_memory == inputs.total_bytes and now.available_bytes < needed:

@@ -40,7 +40,7 @@ def divide(inputs: Inputs) -> Shares:
     cuts = tuple(line for line in inputs.reserves if line.kind == "cuts_kv")
     uncut = budget - sum(line.bytes for line in cuts)
     cuts += context_workspace_line(uncut, cost.slope, inputs.context_workspace)
-    pool = budget - sum(line.bytes for line in cuts)
+    pool = budget - sum(line.bytes for line in cuts) + min(left, 0)  # an overdrawn card leaves less than nothing
 
     return Shares(
         added=added, peak_bytes=peak, left_bytes=left, available_bytes=available,

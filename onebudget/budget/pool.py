@@ -67,7 +67,7 @@ def missing_bytes(inputs: Inputs, shares: Shares) -> int:
 
 def budget_needed(inputs: Inputs) -> int:
     """The smallest budget, before cuts, that leaves ``min_kv_bytes`` of pool."""
-    need = max(inputs.min_kv_bytes, 1)
+    need = inputs.min_kv_bytes
     k, workspace = inputs.cost.slope, inputs.context_workspace
     if workspace and workspace.kv_len_cap and workspace.bytes_per_token > 0 and k > 0:
         w = workspace.bytes_per_token

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from onebudget.errors import BudgetError, ConfigError
 from onebudget.knobs import RATIO_TOLERANCE
 from onebudget.units import align_up
+
+if TYPE_CHECKING:
+    from onebudget.config import BudgetConfig
 
 WindowBytes = Mapping[int, int]
 """Attention window in tokens -> bytes per token of all layers with that window."""
@@ -44,6 +48,13 @@ def shares_for_average(layers: WindowBytes, avg_seq_len: int, tokens_per_block: 
     order."""
     held = [align_up(min(avg_seq_len, window), tokens_per_block) * layers[window] for window in sorted(layers)]
     return tuple(Fraction(each, sum(held)) for each in held)
+
+
+def configured_shares(config: BudgetConfig, layers: WindowBytes) -> tuple[Fraction, ...]:
+    """Shares as the settings want them: a pool ratio wins over an average length, and without both they are equal."""
+    if config.pool_ratio is None and config.avg_seq_len is not None:
+        return shares_for_average(layers, config.avg_seq_len, config.tokens_per_block)
+    return pool_shares(len(layers), config.pool_ratio)
 
 
 def window_blocks(

@@ -14,6 +14,7 @@ from onebudget.budget.cost import CacheCost
 from onebudget.budget.derive import derive_budget, divide
 from onebudget.budget.ledger import Ledger
 from onebudget.budget.partition import OUTSIDE_NAMES
+from onebudget.budget.pool import missing_bytes
 from onebudget.budget.profile import ProfileResult
 from onebudget.budget.reserves import ReserveLine
 from onebudget.budget.shares import Inputs
@@ -52,11 +53,12 @@ def inputs(draw: st.DrawFn) -> Inputs:
     kinds = st.sampled_from(["adds_to_peak", "cuts_kv"])
     lines = st.builds(ReserveLine, st.sampled_from("abcd"), st.integers(0, 10**5), kinds)
     workspaces = st.builds(ContextWorkspace, st.integers(0, 500), st.none() | st.integers(0, 2000))
+    profile = draw(profiles())
     return Inputs(
         config=BudgetConfig(**knobs),
-        profile=draw(profiles()),
-        cost=CacheCost(draw(st.integers(0, 1000)), draw(sizes | st.just(0))),
-        total_bytes=draw(st.integers(1, 5 * 10**6)),
+        profile=profile,
+        cost=CacheCost(draw(st.integers(0, 1000)), draw(st.just(0) | st.integers(0, 10**5))),
+        total_bytes=max(profile.peak_bytes + 10**7 - draw(st.integers(0, 10**7 + 10**5)), 1),
         reserves=tuple(draw(st.lists(lines, max_size=4))),
         context_workspace=draw(st.none() | workspaces),
     )
@@ -89,7 +91,7 @@ def test_the_ledger_sums_whatever_happens(given: Inputs, outside: dict[str, int]
     assert Ledger.from_dict(ledger.to_dict()) == ledger
     if not ledger.fits:
         assert (ledger.kv_cache.bytes, ledger.kv_cache.tokens, ledger.kv_cache.blocks) == (0, 0, 0)
-        assert ledger.shortfall_bytes > 0
+        assert ledger.shortfall_bytes == missing_bytes(given, divide(given)) > 0
 
 
 @many
@@ -149,8 +151,8 @@ def test_context_reserve_and_its_admission_cap_belong_together(budget: int, k: i
 @many
 @given(inputs())
 def test_the_shortfall_is_exactly_what_a_full_request_lacks(given: Inputs) -> None:
-    ledger = derived(given)
-    assume(not ledger.fits)
+    missing = missing_bytes(given, divide(given))
+    assume(missing > 0)
 
     def with_more(nbytes: int) -> Ledger:
         caps = {}
@@ -159,11 +161,11 @@ def test_the_shortfall_is_exactly_what_a_full_request_lacks(given: Inputs) -> No
         config = given.config.replace(kv_max_tokens=None, **caps)
         return derived(dataclasses.replace(given, config=config, total_bytes=given.total_bytes + nbytes))
 
-    enough = with_more(ledger.shortfall_bytes)
+    enough = with_more(missing)
     assert enough.fits
     assert enough.kv_cache.blocks >= given.config.blocks_per_max_request
     if given.config.kv_max_tokens is None and given.cost.slope > 0:
-        assert with_more(ledger.shortfall_bytes - 1).kv_cache.blocks < given.config.blocks_per_max_request
+        assert with_more(missing - 1).kv_cache.blocks < given.config.blocks_per_max_request
 
 
 @many
@@ -178,9 +180,9 @@ def test_changes_do_what_they_promise(given: Inputs) -> None:
         after = derived(dataclasses.replace(given, config=config, context_workspace=workspace))
         assert after.fits == change.fits
         assert change.fits
+        assert max(after.kv_cache.bytes - before.kv_cache.bytes, 0) == change.gains_bytes
         if before.fits:
             assert after.kv_cache.blocks >= config.blocks_per_max_request
-            assert after.kv_cache.bytes - before.kv_cache.bytes == change.gains_bytes
 
 
 @many

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebudget.budget.windows import plan_windows, pool_shares, shares_for_average, shrink_windows, window_blocks
+from onebudget.budget.windows import (
+    configured_shares,
+    plan_windows,
+    pool_shares,
+    shares_for_average,
+    shrink_windows,
+    window_blocks,
+)
+from onebudget.config import BudgetConfig
 from onebudget.errors import BudgetError, ConfigError
 from onebudget.units import GIB, MIB
 
@@ -69,6 +77,15 @@ def test_shares_of_an_average_request() -> None:
     windowed, full = 1024 * 81_920, 2048 * 16_384
     assert shares == (Fraction(windowed, windowed + full), Fraction(full, windowed + full))
     assert sum(shares_for_average(LAYERS, 100, 32)) == 1
+
+
+def test_a_ratio_wins_over_an_average_length() -> None:
+    common = {"max_seq_len": 32_768}
+    assert configured_shares(BudgetConfig(**common), LAYERS) == pool_shares(2)
+    average = BudgetConfig(**common, avg_seq_len=2048)
+    assert configured_shares(average, LAYERS) == shares_for_average(LAYERS, 2048, 32)
+    both = BudgetConfig(**common, avg_seq_len=2048, pool_ratio=[0.25, 0.75])
+    assert configured_shares(both, LAYERS) == (Fraction(1, 4), Fraction(3, 4))
 
 
 def test_a_plan_with_room() -> None:

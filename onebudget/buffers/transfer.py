@@ -19,6 +19,8 @@ def copy_buffer(source: Buffer, target: Buffer, stream: Stream) -> None:
     """
     source.check_use()
     target.check_use()
+    _check_device(source, stream)
+    _check_device(target, stream)
     if source.dtype != target.dtype:
         raise ConfigError(f"copy needs equal dtypes: source is {source.dtype}, target is {target.dtype}")
     if source.nbytes != target.nbytes:
@@ -35,12 +37,18 @@ def copy_buffer(source: Buffer, target: Buffer, stream: Stream) -> None:
 def fill_buffer(buffer: Buffer, value: int, stream: Stream) -> None:
     """Set every byte to ``value`` (0..255): on the host at once, on the card in the order of ``stream``."""
     buffer.check_use()
+    _check_device(buffer, stream)
     if not 0 <= value <= 255:
         raise ConfigError.for_field("value", value, "a byte, 0 to 255")
     if buffer.nbytes:
         at_once = buffer.kind.on_host
         order = None if at_once else stream
         buffer.device.fill(buffer.data_ptr, value, buffer.nbytes, order, buffer.touches())
+
+
+def _check_device(buffer: Buffer, stream: Stream) -> None:
+    if buffer.device is not stream.device:
+        raise ConfigError(f"{buffer!r} is on device {buffer.device.name}, the stream on another: {stream.device.name}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ class PhysicalFile:
     """Hands out ranges of a memory file."""
 
     def __init__(self, name: str) -> None:
+        self._fd = -1
         self._fd = os.memfd_create(f"onebudget-{name}")
         os.ftruncate(self._fd, _FILE_BYTES)
         self._next = 0
@@ -46,8 +47,10 @@ class PhysicalFile:
         return os.fstat(self._fd).st_blocks * 512
 
     def close(self) -> None:
-        """Close the descriptor; mappings keep their pages until they are unmapped or punched."""
+        """Give all pages back and close the descriptor. Ranges still mapped read as zeros."""
         if self._fd >= 0:
+            if self._next:
+                self.punch(0, self._next)
             os.close(self._fd)
             self._fd = -1
 

@@ -138,46 +138,54 @@ class ArenaPool(Pool):
         return span
 
     def _grow(self, size: int) -> Span | None:
-        physical = align_up(size, self._granule)
-        if not self._account.fits_locked(physical) or self.device.closed:
+        """New physical memory at the end of what is in use, counting an idle tail that lies just before it."""
+        if self.device.closed or size > self.device.total_bytes:
             return None
         self._faults.check("pool_grow")
-        span = self._bare.pop_best(physical) or self._new_arena(physical)
-        if span.nbytes > physical:
-            self._add_free(span.split(physical), _BARE)
-        self._charge(physical)
+        bare = self._bare.pop_best(align_up(size, self._granule)) or self._new_arena()
+        before = bare.prev if bare.prev is not None and bare.prev.state is _IDLE else None
+        span = self._commit(before, bare, size)
+        if span is None:
+            self._add_free(bare, _BARE)
         return span
 
     def _extend(self, size: int) -> Span | None:
-        """Join an idle tail with new physical memory right behind it, where a granule of its own would not fit."""
+        """Join any idle tail with new physical memory behind it, where a granule of its own would not fit."""
         for idle in self._idle.spans():
             bare = idle.next
             if bare is None or bare.state is not _BARE:
                 continue
-            physical = align_up(size - idle.nbytes, self._granule)
-            if bare.nbytes < physical or not self._account.fits_locked(physical):
-                continue
-            self._idle.remove(idle)
             self._bare.remove(bare)
-            idle.state = bare.state = _USED
-            if bare.nbytes > physical:
-                self._add_free(bare.split(physical), _BARE)
-            self._charge(physical)
-            idle.absorb_next()
-            if idle.nbytes > size:
-                self._add_free(idle.split(size), _IDLE)
-            return idle
+            bare.state = _USED
+            span = self._commit(idle, bare, size)
+            if span is None:
+                self._add_free(bare, _BARE)
+                continue
+            if span.nbytes > size:
+                self._add_free(span.split(size), _IDLE)
+            return span
         return None
 
-    def _new_arena(self, physical: int) -> Span:
-        total = align_up(self.device.total_bytes, self._granule)
-        arena = self._source.make_arena(max(total, physical))
-        self._arenas.append(arena)
-        return Span(arena, 0, arena.nbytes, _USED)
-
-    def _charge(self, physical: int) -> None:
+    def _commit(self, before: Span | None, bare: Span, size: int) -> Span | None:
+        """``size`` bytes or a little more from ``before`` (idle, may be none) and the granules behind it."""
+        physical = align_up(size - (before.nbytes if before else 0), self._granule)
+        if bare.nbytes < physical or not self._account.fits_locked(physical):
+            return None
+        if bare.nbytes > physical:
+            self._add_free(bare.split(physical), _BARE)
         self._account.charge_pool_locked(physical)
         self._reserved += physical
+        if before is None:
+            return bare
+        self._idle.remove(before)
+        before.state = _USED
+        before.absorb_next()
+        return before
+
+    def _new_arena(self) -> Span:
+        arena = self._source.make_arena(align_up(self.device.total_bytes, self._granule))
+        self._arenas.append(arena)
+        return Span(arena, 0, arena.nbytes, _USED)
 
     def _add_free(self, span: Span, state: SpanState) -> None:
         """Put a span into its index, merged with neighbours of the same state."""
@@ -207,5 +215,6 @@ class ArenaPool(Pool):
         if span.nbytes > nbytes:
             self._idle.add(span.split(nbytes))
         span.state = _USED
-        self._charge(-nbytes)
+        self._account.charge_pool_locked(-nbytes)
+        self._reserved -= nbytes
         self._add_free(span, _BARE)

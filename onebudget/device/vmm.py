@@ -91,10 +91,14 @@ class VirtualMemory(ABC):
                 raise StateError(f"{address:#x} is not a reserved address")
             if reservation.mappings:
                 raise StateError(f"reservation {address:#x} still has {len(reservation.mappings)} mappings")
-        self.device.faults.check("free_address")
-        self._free_address(address, reservation.nbytes)
-        with self._lock:
-            del self._reservations[address]
+            del self._reservations[address]  # first: once it is free, another thread may be given the same address
+        try:
+            self.device.faults.check("free_address")
+            self._free_address(address, reservation.nbytes)
+        except BaseException:
+            with self._lock:
+                self._reservations[address] = reservation
+            raise
 
     def create(self, nbytes: int, *, owner: str, live_bytes: int | None = None, tag: str | None = None) -> int:
         """Physical memory of ``nbytes``, charged to the card; ``live_bytes`` of them count as handed out to ``owner``.
@@ -127,10 +131,14 @@ class VirtualMemory(ABC):
             record = self._handle(handle)
             if record.mapped_at:
                 raise StateError(f"handle {handle} is still mapped at {record.mapped_at:#x}")
-        self.device.faults.check("release")
-        self._release(handle, record.nbytes)
-        with self._lock:
             del self._handles[handle]
+        try:
+            self.device.faults.check("release")
+            self._release(handle, record.nbytes)
+        except BaseException:
+            with self._lock:
+                self._handles[handle] = record
+            raise
         self.device.account.take_back(record.live_bytes, record.owner)
         self.device.account.refund_mapped(record.nbytes)
 

@@ -1,0 +1,1 @@
+"""Tools for tests of this package and of code built on it: tiny models, injected faults, third-source measurements."""

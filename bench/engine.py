@@ -157,7 +157,12 @@ def ours(llm: LLM, prompts: Sequence[list[int]], new_tokens: int) -> list[list[i
 
 
 def compare(
-    llm: LLM, peer: Callable[[Sequence[list[int]]], list[list[int]]], name: str, prompts: list[list[int]], rounds: int, bandwidth: float
+    llm: LLM,
+    peer: Callable[[Sequence[list[int]]], list[list[int]]],
+    name: str,
+    prompts: list[list[int]],
+    rounds: int,
+    bandwidth: float,
 ) -> Row:
     ours(llm, prompts, NEW_TOKENS)
     peer(prompts)
@@ -197,7 +202,17 @@ def step_bytes(llm: LLM, requests: int) -> float:
 def show(rows: Sequence[Row], document: dict[str, Any]) -> None:
     bandwidth = document["read_bandwidth_bytes_per_second"] / 1e9
     table = Table(title=f"{document['dtype']}, {document['threads']} threads, read bandwidth {bandwidth:.1f} GB/s")
-    for column in ("peer", "requests", "ours tok/s", "peer tok/s", "ratio", "quartiles", "ids equal", "ms/step", "of bandwidth"):
+    for column in (
+        "peer",
+        "requests",
+        "ours tok/s",
+        "peer tok/s",
+        "ratio",
+        "quartiles",
+        "ids equal",
+        "ms/step",
+        "of bandwidth",
+    ):
         table.add_column(column, justify="right")
     for row in rows:
         low, high = row.ratio_quartiles

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 # Imported on first use, so that planning works where torch is not installed.
 _HOMES = {
@@ -38,7 +38,7 @@ _HOMES = {
     "open_device": "device",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_HOMES)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:

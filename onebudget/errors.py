@@ -45,7 +45,9 @@ class ConfigError(OneBudgetError, ValueError):
     @classmethod
     def for_field(cls, field: str, value: object, allowed: str) -> ConfigError:
         """The usual sentence: which field, what was given, what is allowed."""
-        return cls(f"{field} = {value!r} is not usable: it must be {allowed}.", field=field, value=value, allowed=allowed)
+        return cls(
+            f"{field} = {value!r} is not usable: it must be {allowed}.", field=field, value=value, allowed=allowed
+        )
 
 
 class StateError(OneBudgetError, RuntimeError):

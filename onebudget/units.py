@@ -27,7 +27,7 @@ def parse_bytes(text: str | int) -> int:
     match = _SIZE.fullmatch(str(text))
     unit = _UNIT_BYTES.get(match[3].lower()) if match else None
     if match is None or unit is None:
-        raise ValueError(f"{text!r} is not a size: write plain bytes or a number with MiB, GiB, MB or GB, such as 512MiB")
+        raise ValueError(f"{text!r} is not a size: write plain bytes or a number with MiB, GiB, MB or GB, like 512MiB")
     decimals = match[2] or ""
     whole = int(match[1] + decimals) * unit
     return int(whole // 10 ** len(decimals))

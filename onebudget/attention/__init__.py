@@ -8,8 +8,14 @@ from onebudget.errors import ConfigError
 
 if TYPE_CHECKING:
     from onebudget.attention.base import AttentionBackend
+    from onebudget.models.facts import ModelFacts
 
-__all__ = ["backend_class"]
+__all__ = ["backend_class", "backend_for"]
+
+
+def backend_for(model: ModelFacts) -> type[AttentionBackend]:
+    """The backend that runs this model's layers."""
+    return backend_class("gather")
 
 
 def backend_class(name: str) -> type[AttentionBackend]:

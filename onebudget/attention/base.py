@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     import torch
 
+    from onebudget.attention.plan import StepPlan
     from onebudget.config import BudgetConfig
     from onebudget.models.facts import ModelFacts
-
-
-@dataclass(frozen=True, slots=True)
-class ContextSpan:
-    """One prompt piece inside a packed step: rows ``start .. start+tokens`` attend to ``attended`` tokens,
-    themselves included."""
-
-    start: int
-    tokens: int
-    attended: int
-    prefix_blocks: torch.Tensor  # int64 [blocks of the tokens cached before this piece], first to last
+    from onebudget.resources.kv.pool import KVPool
+    from onebudget.workspace import ScratchBuffer
 
 
 class AttentionBackend(ABC):
@@ -34,6 +25,10 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
+
+    def __init__(self, pool: KVPool, scratch: ScratchBuffer) -> None:
+        self._pool = pool
+        self._scratch = scratch
 
     @classmethod
     def workspace_bytes_per_token(cls, model: ModelFacts, kv_dtype_bytes: int) -> int:
@@ -49,6 +44,15 @@ class AttentionBackend(ABC):
     def workspace_fixed_bytes(cls, model: ModelFacts, kv_dtype_bytes: int, config: BudgetConfig) -> int:
         """Scratch bytes that exist whatever the batch; reserved whole."""
         return 0
+
+    @classmethod
+    @abstractmethod
+    def page_parts(cls, model: ModelFacts) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what one token caches in one layer, part by part: K and V, or one latent."""
+
+    @abstractmethod
+    def begin(self, plan: StepPlan) -> None:
+        """Take the plan of the next forward. Scratch grows here, never inside a layer."""
 
     @abstractmethod
     def forward(

@@ -1,59 +1,54 @@
 """Attention on stock torch operations: attended pages are gathered into scratch, then attended densely.
 
-Prompt pieces run one by one through torch's flash kernel. A piece attends to its own packed K/V; what was cached
-before it is staged, attended apart and merged by the two log-sum-exps, so no mask is ever built for it. All generating sequences run as one padded batch over a staging area of ``sequences x padded length`` rows.
+Prompt pieces run one by one through torch's flash kernel. A piece attends to its own packed K/V; what was cached before
+it is staged, attended apart and merged by the two log-sum-exps, so no mask is ever built for it. All generating
+sequences run as one padded batch over a staging area of ``sequences x padded length`` rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from onebudget.attention.base import AttentionBackend, ContextSpan
+from onebudget.attention.base import AttentionBackend
 from onebudget.units import align_up
 
 if TYPE_CHECKING:
+    from onebudget.attention.plan import ContextSpan, StepPlan
     from onebudget.config import BudgetConfig
     from onebudget.models.facts import ModelFacts
     from onebudget.resources.kv.pool import KVPool
     from onebudget.workspace import ScratchBuffer
 
-# Called by name: on meta tensors F.scaled_dot_product_attention would pick another kernel than on CPU, and a dry
-# run must allocate what the real run allocates.
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
+def _flash(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch's CPU flash kernel: the output and the log-sum-exp of each query.
 
-@dataclass(frozen=True, slots=True)
-class DecodePlan:
-    """The generating part of a step: the last ``sequences`` rows of the pack."""
-
-    sequences: int
-    padded_tokens: int
-    lengths: torch.Tensor  # [sequences] attended tokens, the new one included
-    blocks: torch.Tensor  # [sequences * padded blocks] int64
-    uniform: bool  # every length equals padded_tokens or there is one sequence: no mask needed
-
-
-@dataclass(slots=True)
-class GatherPlan:
-    """One step: where each packed token is written, and what each part attends to."""
-
-    slots: torch.Tensor  # [tokens] int64
-    contexts: list[ContextSpan]
-    decode: DecodePlan | None
-    longest: int = 0
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    Called by name: on meta tensors ``F.scaled_dot_product_attention`` would pick another kernel than on CPU, and a dry
+    run must allocate what the real run allocates.
+    """
+    attended, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return attended, weight
 
 
 class GatherBackend(AttentionBackend):
     name: ClassVar[str] = "gather"
 
     def __init__(self, pool: KVPool, scratch: ScratchBuffer) -> None:
-        self._pool = pool
-        self._scratch = scratch
-        self._plan: GatherPlan | None = None
+        super().__init__(pool, scratch)
+        self._plan: StepPlan | None = None
+        self._masks: dict[int | None, torch.Tensor] = {}
         self._stages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @classmethod
@@ -70,9 +65,13 @@ class GatherBackend(AttentionBackend):
         rows = config.max_batch_size * align_up(config.max_seq_len, config.tokens_per_block)
         return rows * cls.workspace_bytes_per_token(model, kv_dtype_bytes)
 
-    def begin(self, plan: GatherPlan) -> None:
-        """Take the plan of the next forward. Scratch grows here, never inside a layer."""
+    @classmethod
+    def page_parts(cls, model: ModelFacts) -> tuple[tuple[int, ...], ...]:
+        return ((model.num_kv_heads, model.head_dim),) * 2
+
+    def begin(self, plan: StepPlan) -> None:
         self._plan = plan
+        self._masks = {}
         self._stages = {}
         blocks = [span.prefix_blocks.numel() for span in plan.contexts if span.prefix_blocks.numel()]
         if plan.decode is not None:
@@ -94,8 +93,8 @@ class GatherBackend(AttentionBackend):
     ) -> torch.Tensor:
         plan = self._plan
         assert plan is not None
-        self._pool.key_slots[layer].index_copy_(0, plan.slots, key[0].transpose(0, 1))
-        self._pool.value_slots[layer].index_copy_(0, plan.slots, value[0].transpose(0, 1))
+        for page, computed in zip(self._pool.parts[layer], (key, value), strict=True):
+            page.slots.index_copy_(0, plan.slots, computed[0].transpose(0, 1))
         if not plan.contexts:
             return self._decode(layer, query, scale, sliding_window)
         output = query.new_empty((1, query.shape[2], query.shape[1], query.shape[3]))
@@ -120,13 +119,12 @@ class GatherBackend(AttentionBackend):
         rows = slice(span.start, span.start + span.tokens)
         piece = query[:, :, rows]
         own_keys, own_values = key[:, :, rows], value[:, :, rows]
-        prefix_tokens = span.attended - span.tokens
         if window is not None and span.attended > window:
             return self._windowed_context(layer, piece, own_keys, own_values, span, scale, window)
-        attended, own_weight = _flash(piece, own_keys, own_values, 0.0, True, scale=scale)
-        if prefix_tokens:
+        attended, own_weight = _flash(piece, own_keys, own_values, causal=True, scale=scale)
+        if span.prefix_tokens:
             keys, values = self._prefix(layer, span)
-            before, prefix_weight = _flash(piece, keys, values, 0.0, False, scale=scale)
+            before, prefix_weight = _flash(piece, keys, values, causal=False, scale=scale)
             share = torch.sigmoid(prefix_weight - own_weight).to(attended.dtype)
             attended = attended.lerp(before, share[..., None])
         return attended.transpose(1, 2)
@@ -141,18 +139,17 @@ class GatherBackend(AttentionBackend):
         scale: float,
         window: int,
     ) -> torch.Tensor:
-        if span.attended > span.tokens:
+        if span.prefix_tokens:
             keys, values = self._prefix(layer, span)
             own_keys, own_values = torch.cat([keys, own_keys], 2), torch.cat([values, own_values], 2)
         mask = _window_mask(span, window, piece)
-        attended, _ = _flash(piece, own_keys, own_values, 0.0, False, attn_mask=mask, scale=scale)
+        attended, _ = _flash(piece, own_keys, own_values, causal=False, scale=scale, mask=mask)
         return attended.transpose(1, 2)
 
     def _prefix(self, layer: int, span: ContextSpan) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V ``[1, kv_heads, prefix, head_dim]`` of the tokens cached before this piece."""
         keys, values = self._stage(layer, span.prefix_blocks, 1)
-        prefix_tokens = span.attended - span.tokens
-        return keys[:, :, :prefix_tokens], values[:, :, :prefix_tokens]
+        return keys[:, :, : span.prefix_tokens], values[:, :, : span.prefix_tokens]
 
     def _decode(self, layer: int, query: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
         assert self._plan is not None and self._plan.decode is not None
@@ -164,42 +161,41 @@ class GatherBackend(AttentionBackend):
         kv_heads = keys.shape[1]
         # Query heads that share a KV head ride as rows of one query: K and V are read once for the whole group.
         grouped = query.view(kv_heads, heads // kv_heads, decode.sequences, head_dim).permute(2, 0, 1, 3)
-        attended, _ = _flash(grouped, keys, values, 0.0, False, attn_mask=self._decode_mask(window, query), scale=scale)
+        mask = self._decode_mask(window, query)
+        attended, _ = _flash(grouped, keys, values, causal=False, scale=scale, mask=mask)
         return attended.reshape(1, decode.sequences, heads, head_dim)
 
     def _stage(self, layer: int, blocks: torch.Tensor, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather ``blocks`` of one layer; returns K and V ``[sequences, kv_heads, tokens, head_dim]`` in scratch."""
-        layout = self._pool.layout
         keys, values = self._stages[blocks.numel()]
-        torch.index_select(self._pool.key_blocks[layer], 0, blocks, out=keys)
-        torch.index_select(self._pool.value_blocks[layer], 0, blocks, out=values)
-        shape = (sequences, -1, layout.num_kv_heads, layout.head_dim)
+        for page, staged in zip(self._pool.parts[layer], (keys, values), strict=True):
+            torch.index_select(page.blocks, 0, blocks, out=staged)
+        shape = (sequences, -1, *self._pool.layout.parts[0])
         return keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
 
     def _decode_mask(self, window: int | None, query: torch.Tensor) -> torch.Tensor | None:
         """Additive ``[sequences, 1, 1, padded]``; built once per step and window."""
-        plan = self._plan
-        assert plan is not None and plan.decode is not None
-        decode = plan.decode
-        if window is not None and plan.longest <= window:
+        assert self._plan is not None and self._plan.decode is not None
+        decode = self._plan.decode
+        if window is not None and decode.longest <= window:
             window = None
         if window is None and decode.uniform:
             return None
-        if window not in plan.masks:
+        if window not in self._masks:
             positions = torch.arange(decode.padded_tokens, device=query.device)
             lengths = decode.lengths[:, None]
             hidden = positions >= lengths
             if window is not None:
                 hidden = hidden | (positions < lengths - window)
-            plan.masks[window] = _additive(hidden, query)[:, None, None, :]
-        return plan.masks[window]
+            self._masks[window] = _additive(hidden, query)[:, None, None, :]
+        return self._masks[window]
 
 
 def _halves(scratch: torch.Tensor, blocks: int, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:
     """The scratch as two ``[blocks, elements of a block]`` areas, for K and for V."""
     layout = pool.layout
     half_bytes = blocks * layout.tokens_per_block * layout.row_bytes // 2
-    dtype = pool.key_blocks[0].dtype
+    dtype = pool.parts[0][0].blocks.dtype
     keys, values = (scratch[start : start + half_bytes].view(dtype).view(blocks, -1) for start in (0, half_bytes))
     return keys, values
 

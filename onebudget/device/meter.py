@@ -32,7 +32,7 @@ class StorageMeter(TorchDispatchMode):
     """
 
     def __init__(self, device: Device, *, owner: str = "activations") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._owner = owner
         self._charged: set[int] = set()
@@ -57,7 +57,11 @@ class StorageMeter(TorchDispatchMode):
             self._device.charge_tensor_bytes(nbytes, self._owner)
         except AllocationError as full:
             raise AllocationError(
-                full.requested_bytes, full.free_bytes, kind=full.kind, owner=self._owner, detail=f"Operation: {operation}."
+                full.requested_bytes,
+                full.free_bytes,
+                kind=full.kind,
+                owner=self._owner,
+                detail=f"Operation: {operation}.",
             ) from None
         self._charged.add(key)
         weakref.finalize(storage, self._refund, key, nbytes).atexit = False

@@ -38,7 +38,9 @@ def _follow(changes: list[tuple[int, int]], spans: list[tuple[int, int, str]]) -
     peak_operation = ""
     scratch: dict[str, int] = {}
     open_spans: list[tuple[int, int, str]] = []
-    highest: dict[tuple[int, int, str], tuple[int, int]] = {}  # innermost span -> (highest live inside, live at its end)
+    highest: dict[
+        tuple[int, int, str], tuple[int, int]
+    ] = {}  # innermost span -> (highest live inside, live at its end)
     upcoming = iter([*spans, (2**63, 2**63, "")])
     following = next(upcoming)
     for moment, nbytes in changes:
@@ -56,4 +58,3 @@ def _follow(changes: list[tuple[int, int]], spans: list[tuple[int, int, str]]) -
         if top > at_end:
             scratch[name] = max(scratch.get(name, 0), top - at_end)
     return AllocatorEvents(peak, peak_operation, scratch)
-

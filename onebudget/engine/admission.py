@@ -40,15 +40,15 @@ def admitted_new_tokens(
         )
     if length > config.max_num_tokens and not config.enable_chunked_prefill:
         raise RequestError(
-            f"the prompt has {length:,} tokens, a step computes at most max_num_tokens = {config.max_num_tokens:,}, and "
-            "chunked prefill is off: switch it on or raise max_num_tokens."
+            f"the prompt has {length:,} tokens, a step computes at most max_num_tokens = {config.max_num_tokens:,}, "
+            "and chunked prefill is off: switch it on or raise max_num_tokens."
         )
     new_tokens = min(params.max_tokens, config.max_seq_len - length + 1)
     needed = blocks_to_completion(length, new_tokens, config.tokens_per_block)
     if needed > pool_blocks:
         raise RequestError(
-            f"the request needs {needed} KV blocks to completion ({length:,} prompt and {new_tokens:,} new tokens in blocks "
-            f"of {config.tokens_per_block}) and the pool has {pool_blocks}: ask for at most "
+            f"the request needs {needed} KV blocks to completion ({length:,} prompt and {new_tokens:,} new tokens in "
+            f"blocks of {config.tokens_per_block}) and the pool has {pool_blocks}: ask for at most "
             f"{max(0, pool_blocks * config.tokens_per_block - length):,} new tokens, or give the cache more memory."
         )
     return new_tokens

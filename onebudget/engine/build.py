@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from onebudget.buffers import BufferManager
 from onebudget.budget.profile import ProfileResult
+from onebudget.buffers import BufferManager
 from onebudget.config import BudgetConfig, resolve_max_seq_len
 from onebudget.engine.derivation import dry_profile, engine_ledger
 from onebudget.engine.executor import Counters, Executor
@@ -42,7 +42,9 @@ class Engine:
         self.station.close()
 
 
-def build_engine(folder: Path, config: BudgetConfig, device: Device, progress: Progress, *, strict_memory: bool) -> Engine:
+def build_engine(
+    folder: Path, config: BudgetConfig, device: Device, progress: Progress, *, strict_memory: bool
+) -> Engine:
     """Everything from a model folder and a device to an engine ready to serve.
 
     Takes over ``device``: it is closed with the engine, and also when building fails. Raises ``ModelError`` for
@@ -100,7 +102,9 @@ def _warm_up(executor: Executor, config: BudgetConfig, progress: Progress) -> No
     batches = probe_batches(config)
     with progress.stage("warm-up", len(batches)) as stage:
         for lengths in batches:
-            fitting = [length for length in lengths if length < executor.kv.max_resource_count() * config.tokens_per_block]
+            fitting = [
+                length for length in lengths if length < executor.kv.max_resource_count() * config.tokens_per_block
+            ]
             run_dummies(executor, fitting)
             stage.advance(1)
     executor.counters = Counters()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from onebudget.attention.gather import GatherBackend
+from onebudget.attention import backend_for
 from onebudget.budget.advice import Candidate
 from onebudget.budget.derive import derive_budget
 from onebudget.budget.ledger import DeviceLine, Ledger
 from onebudget.budget.reserves import ReserveLine
 from onebudget.engine.probe import measure
-from onebudget.engine.station import Station, fake_station
+from onebudget.engine.station import fake_station
 from onebudget.models.facts import DTYPE_BYTES
 from onebudget.report.progress import SilentProgress
 from onebudget.units import align_up
@@ -60,14 +60,14 @@ def engine_ledger(
 
 def reserves(facts: ModelFacts, dtype: str, config: BudgetConfig, granule_bytes: int) -> list[ReserveLine]:
     """What profiling can't see: the decode staging area, born after the prefill peak, and the pool's own rounding."""
-    scratch = GatherBackend.workspace_fixed_bytes(facts, DTYPE_BYTES[dtype], config)
-    rows = config.max_batch_size * align_up(config.max_seq_len, config.tokens_per_block)
+    backend = backend_for(facts)
+    scratch_bytes = backend.workspace_fixed_bytes(facts, DTYPE_BYTES[dtype], config)
     lines = [
         ReserveLine(
             "fixed_workspace",
-            align_up(scratch, granule_bytes),
-            reason=f"gather staging: {rows} attended rows x {GatherBackend.workspace_bytes_per_token(facts, DTYPE_BYTES[dtype])}"
-            f" B, in whole pages of {granule_bytes} B",
+            align_up(scratch_bytes, granule_bytes),
+            reason=f"scratch of the {backend.name} backend: {scratch_bytes} B for {config.max_batch_size} sequences of "
+            f"{config.max_seq_len} tokens, in whole pages of {granule_bytes} B",
             owner="attention",
         )
     ]
@@ -75,7 +75,10 @@ def reserves(facts: ModelFacts, dtype: str, config: BudgetConfig, granule_bytes:
     if block_bytes % granule_bytes:
         lines.append(
             ReserveLine(
-                "fragmentation", granule_bytes - 1, reason=f"the pool rounds up to pages of {granule_bytes} B", owner="device"
+                "fragmentation",
+                granule_bytes - 1,
+                reason=f"the pool rounds up to pages of {granule_bytes} B",
+                owner="device",
             )
         )
     return lines

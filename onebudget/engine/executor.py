@@ -46,7 +46,9 @@ class Counters:
 
 
 class Executor:
-    """Serves requests step by step. A request ends completed, failed or cancelled, and every manager has let go of it by the time ``step`` returns it.
+    """Serves requests step by step.
+
+    A request ends completed, failed or cancelled, and every manager has let go of it when ``step`` returns it.
     """
 
     def __init__(

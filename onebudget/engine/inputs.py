@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onebudget.attention.base import ContextSpan
-from onebudget.attention.gather import DecodePlan, GatherPlan
+from onebudget.attention.plan import ContextSpan, DecodePlan, StepPlan
 from onebudget.units import ceil_div
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class StaticInputs:
         del self.token_ids, self.positions, self.slots, self.last_rows, self.lengths, self.blocks, self.prefix_blocks
         self._buffers.close()
 
-    def fill(self, batch: ScheduledBatch, kv: KVCacheManager) -> tuple[int, int, GatherPlan]:
+    def fill(self, batch: ScheduledBatch, kv: KVCacheManager) -> tuple[int, int, StepPlan]:
         """Write one step; returns packed tokens, rows to sample, and what attention needs to know."""
         token_ids: list[int] = []
         positions: list[int] = []
@@ -71,8 +70,7 @@ class StaticInputs:
         _write(self.token_ids, token_ids)
         _write(self.positions, positions)
         _write(self.last_rows, last_rows)
-        plan = GatherPlan(_write(self.slots, slots), contexts, self._decode_plan(batch.generation, kv))
-        plan.longest = max((request.computed_tokens + 1 for request in batch.generation), default=0)
+        plan = StepPlan(_write(self.slots, slots), contexts, self._decode_plan(batch.generation, kv))
         return len(token_ids), len(last_rows), plan
 
     def _slots(self, table: list[int], reached: range) -> list[int]:
@@ -99,6 +97,7 @@ class StaticInputs:
         return DecodePlan(
             sequences=len(generation),
             padded_tokens=lengths[0] if len(lengths) == 1 else padded,
+            longest=max(lengths),
             lengths=_write(self.lengths, lengths),
             blocks=_write(self.blocks, tables),
             uniform=uniform,

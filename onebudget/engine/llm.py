@@ -89,6 +89,7 @@ class LLM:
         self._engine: Engine | None = None
         self.interrupted = False
         config = BudgetConfig(**knobs)
+        _refuse_unbuilt(config)
         folder = _model_folder(model, revision, offline)
         self._engine = build_engine(folder, config, _open(device, config), self._progress, strict_memory=strict_memory)
         self._engine.executor.set_listener(self._on_token)
@@ -330,6 +331,23 @@ class LLM:
         return text, list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
 
+_UNBUILT_KNOBS = {
+    "avg_seq_len", "cross_kv_fraction", "disk_cache_bytes", "enable_block_reuse", "enable_penalties", "host_cache_bytes",
+    "context_kv_len_cap", "max_attention_window", "max_util_for_resume", "pool_ratio", "skip_estimation",
+}  # fmt: skip
+
+
+def _refuse_unbuilt(config: BudgetConfig) -> None:
+    """A knob that the derivation knows but this engine does not act on yet must not look as if it did."""
+    unbuilt = sorted(config.given & _UNBUILT_KNOBS)
+    if unbuilt:
+        raise ConfigError(
+            f"{', '.join(unbuilt)}: this engine does not act on that yet. Leave it out.", field=unbuilt[0]
+        )
+    if config.kv_cache_manager != "v1":
+        raise ConfigError.for_field("kv_cache_manager", config.kv_cache_manager, "'v1' (v2 is not built yet)")
+
+
 def _as_prompts(prompts: Any) -> list[Prompt]:
     """A single prompt counts as a list of one."""
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
@@ -347,7 +365,7 @@ def _model_folder(model: str | Path | None, revision: str | None, offline: bool)
     if model is None:
         from onebudget.models.demo import ensure_demo_model
 
-        return ensure_demo_model()
+        return ensure_demo_model(offline=offline)
     return resolve_model(model, revision=revision, offline=offline)
 
 
@@ -355,5 +373,7 @@ def _open(device: str, config: BudgetConfig) -> Device:
     if device == "host":
         return open_device("host", capacity_bytes=config.device_memory or DEFAULT_HOST_MEMORY_BYTES)
     if config.device_memory is not None:
-        raise ConfigError(f"device_memory declares the capacity of the host device; {device} has its own. Leave it out.")
+        raise ConfigError(
+            f"device_memory declares the capacity of the host device; {device} has its own. Leave it out."
+        )
     return open_device(device)

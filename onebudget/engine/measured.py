@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from onebudget.device.base import Device
     from onebudget.engine.build import Engine
 
 
@@ -21,12 +22,11 @@ def measured_terms(engine: Engine) -> dict[str, Any]:
         "activations": _twice(peaks.get("activations", 0) + peaks.get("static_inputs", 0)),
         "fixed_workspace": (executor.runner.scratch.capacity_bytes, executor.runner.scratch.peak_bytes),
         "other_processes": _twice(device.account.others_bytes),
+        "fragmentation": _twice(_rounding_bytes(device)),
     }
     pool = executor.kv.pool
     kv_peak = executor.kv.peak_used_blocks * pool.layout.block_bytes
-    terms = [
-        {"name": name, "bytes": now, "peak_bytes": peak} for name, (now, peak) in held.items() if now or peak
-    ]
+    terms = [{"name": name, "bytes": now, "peak_bytes": peak} for name, (now, peak) in held.items() if now or peak]
     held_bytes = sum(now for now, _ in held.values()) + pool.allocated_bytes
     return {
         "terms": terms,
@@ -35,6 +35,13 @@ def measured_terms(engine: Engine) -> dict[str, Any]:
         "peak_bytes": device.sample().alloc_peak,
         "capacity_bytes": device.total_bytes,
     }
+
+
+def _rounding_bytes(device: Device) -> int:
+    """Physical bytes that nobody asked for: whole pages around every buffer, idle pool memory given back first."""
+    device.empty_cache()
+    sample = device.sample()
+    return max(0, device.used_bytes() - device.account.others_bytes - sample.alloc_live)
 
 
 def _twice(nbytes: int) -> tuple[int, int]:

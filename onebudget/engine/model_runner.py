@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from onebudget.attention import backend_for
 from onebudget.attention.base import current_backend
-from onebudget.attention.gather import GatherBackend
 from onebudget.device.meter import StorageMeter
 from onebudget.engine.inputs import StaticInputs
 from onebudget.workspace import ScratchBuffer
@@ -45,11 +45,11 @@ class ModelRunner:
         self.metered = metered
         self.inputs = StaticInputs(manager, config)
         self.scratch = ScratchBuffer(manager)
-        self._backend = GatherBackend(kv.pool, self.scratch)
+        self._backend = backend_for(model.facts)(kv.pool, self.scratch)
 
     def step(self, batch: ScheduledBatch, sampler: Sampler) -> list[int]:
         """Run the batch; one token for each prompt that ends in this step and each generating request, in order."""
-        # The meter needs no_grad: inference_mode, faster by a few per cent, hides the temporaries of composite operations.
+        # The meter needs no_grad: inference_mode, a few per cent faster, hides temporaries of composite operations.
         with torch.no_grad() if self.metered else torch.inference_mode():
             return self._step(batch, sampler)
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from onebudget.attention import backend_for
 from onebudget.budget.probe_load import dummy_lengths, limit_probe_pool, probe_pool, resolve_probe_config
 from onebudget.budget.profile import ProfileResult
 from onebudget.core import Request, SamplingParams
@@ -29,7 +30,8 @@ _COSTLY_SAMPLING = SamplingParams(max_tokens=1, temperature=1.0, top_k=50, top_p
 
 def kv_layout(station: Station, config: BudgetConfig) -> KVLayout:
     facts = station.model.facts
-    return KVLayout(len(facts.layers), config.tokens_per_block, facts.num_kv_heads, facts.head_dim, station.model.dtype)
+    parts = backend_for(facts).page_parts(facts)
+    return KVLayout(len(facts.layers), config.tokens_per_block, parts, station.model.dtype)
 
 
 def build_executor(

@@ -35,7 +35,7 @@ class Sampler:
             tokens[index] = self._draw(logits[index].float(), [requests[row] for row in rows])
         if tokens.is_meta:
             return [0] * len(requests)
-        return tokens.tolist()  # type: ignore[no-any-return]
+        return tokens.tolist()
 
     def forget(self, request: Request) -> None:
         self._generators.pop(request.id, None)
@@ -47,15 +47,14 @@ class Sampler:
 
     def _draw(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
         """``logits`` float32 ``[rows, vocab]`` of the random rows only; consumed."""
-        column = {"dtype": torch.float32, "device": logits.device}
-        logits /= torch.tensor([[request.params.temperature] for request in requests], **column)
-        uniform = torch.tensor([[self._uniform(request)] for request in requests], **column)
+        logits /= _column([request.params.temperature for request in requests], logits)
+        uniform = _column([self._uniform(request) for request in requests], logits)
         if all(request.params.top_k == 0 and request.params.top_p == 1 for request in requests):
             return _invert(torch.softmax(logits, -1), uniform)
         logits, order = torch.sort(logits, dim=-1, descending=True)
         self._keep_top_k(logits, requests)
         probabilities = torch.softmax(logits, -1)
-        top_p = torch.tensor([[request.params.top_p] for request in requests], **column)
+        top_p = _column([request.params.top_p for request in requests], logits)
         before = probabilities.cumsum(-1).sub_(probabilities)
         probabilities.masked_fill_(before >= top_p, 0.0)
         return order.gather(-1, _invert(probabilities, uniform)[:, None]).squeeze(-1)
@@ -73,6 +72,11 @@ class Sampler:
             generator = random.Random(self._seeds.getrandbits(64) if seed is None else seed)
             self._generators[request.id] = generator
         return generator.random()
+
+
+def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
+    """float32 ``[rows, 1]`` beside ``like``."""
+    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from onebudget.buffers import BufferManager
-    from onebudget.config import BudgetConfig
     from onebudget.device.base import Device
     from onebudget.models.load import LoadedModel
 

@@ -91,7 +91,9 @@ def facts_from_config(config: Mapping[str, Any], *, name: str = "") -> ModelFact
         hidden_size = int(text["hidden_size"])
         vocab_size = int(text["vocab_size"])
     except KeyError as missing:
-        raise ModelError(f"config of {name or text.get('model_type')} has no {missing}: the KV cost is unknown.") from None
+        raise ModelError(
+            f"config of {name or text.get('model_type')} has no {missing}: the KV cost is unknown."
+        ) from None
     latent = int(text["kv_lora_rank"]) + int(text["qk_rope_head_dim"]) if text.get("kv_lora_rank") else 0
     quantization = config.get("quantization_config") or text.get("quantization_config")
     return ModelFacts(
@@ -115,10 +117,15 @@ def facts_from_config(config: Mapping[str, Any], *, name: str = "") -> ModelFact
 def _layer_kinds(text: Mapping[str, Any], num_layers: int, latent: int) -> tuple[LayerKind, ...]:
     declared = text.get("layer_types")
     if declared:
-        return tuple(_LAYER_KINDS.get(str(kind), "full") for kind in declared)
+        return tuple(_layer_kind(kind) for kind in declared)
     if latent:
         return ("latent",) * num_layers
-    return ("sliding" if _window(text) else "full",) * num_layers
+    kind: LayerKind = "sliding" if _window(text) else "full"
+    return (kind,) * num_layers
+
+
+def _layer_kind(declared: object) -> LayerKind:
+    return _LAYER_KINDS.get(str(declared), "full")
 
 
 def _window(text: Mapping[str, Any]) -> int | None:

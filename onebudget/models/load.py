@@ -49,11 +49,13 @@ def read_facts(folder: Path) -> ModelFacts:
     facts = facts_from_config(read_config(folder), name=folder.name)
     if facts.quantization:
         raise ModelError(
-            f"{folder} is quantised ({facts.quantization}); this engine runs float32, float16 and bfloat16 weights only."
+            f"{folder} is quantised ({facts.quantization}); this engine runs float32, float16 and bfloat16 only."
         )
     foreign = sorted(set(facts.layers) - _RUNNABLE_LAYERS)
     if foreign:
-        raise ModelError(f"{folder} has {' and '.join(foreign)} layers; this engine runs full and sliding attention only.")
+        raise ModelError(
+            f"{folder} has {' and '.join(foreign)} layers; this engine runs full and sliding attention only."
+        )
     return facts
 
 
@@ -149,4 +151,3 @@ def load_tokenizer(folder: Path) -> Any:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise ModelError(f"{folder} has no usable tokenizer: {str(error).splitlines()[0]}") from error
-

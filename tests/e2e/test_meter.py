@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from onebudget import LLM, SamplingParams
 from onebudget.core import Request
 from onebudget.devtools.allocator_events import allocator_events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,43 +18,53 @@ OWNER = "kv_cache"
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of the cache: one block holds ``tokens_per_block`` tokens of every layer, K and V."""
+    """Shape of the cache: one block holds ``tokens_per_block`` tokens of every layer.
+
+    ``parts`` are the shapes of what one token caches in one layer: ``(kv_heads, head_dim)`` twice for K and V, or one
+    ``(latent_dim,)``.
+    """
 
     num_layers: int
     tokens_per_block: int
-    num_kv_heads: int
-    head_dim: int
+    parts: tuple[tuple[int, ...], ...]
     dtype: str
 
     @property
     def row_bytes(self) -> int:
-        """K and V of one token in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        """All parts of one token in one layer."""
+        return sum(math.prod(part) for part in self.parts) * DTYPE_BYTES[self.dtype]
 
     @property
     def block_bytes(self) -> int:
         return self.num_layers * self.tokens_per_block * self.row_bytes
 
 
-class KVPool:
-    """``[layers, 2, blocks, tokens_per_block, kv_heads, head_dim]`` in one device buffer.
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """One part of one layer: ``slots`` ``[blocks * tokens_per_block, *shape]`` to write tokens, ``blocks``
+    ``[blocks, elements of a block]`` to read whole blocks."""
 
-    Per layer and for K and V: ``slots`` views the pool as ``[blocks * tokens_per_block, kv_heads, head_dim]`` for
-    writing tokens, ``blocks`` as ``[blocks, row elements]`` for reading whole blocks.
-    """
+    slots: torch.Tensor
+    blocks: torch.Tensor
+
+
+class KVPool:
+    """Blocks of all layers and parts in one device buffer; ``parts[layer][part]`` are its views."""
 
     def __init__(self, manager: BufferManager, layout: KVLayout, num_blocks: int) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        shape = (layout.num_layers, 2, num_blocks, layout.tokens_per_block, layout.num_kv_heads, layout.head_dim)
-        self._buffer = manager.gpu(shape, layout.dtype, owner=OWNER)
-        pool: torch.Tensor = self._buffer.as_tensor()
-        slots = pool.view(layout.num_layers, 2, num_blocks * layout.tokens_per_block, layout.num_kv_heads, layout.head_dim)
-        blocks = pool.view(layout.num_layers, 2, num_blocks, -1)
-        self.key_slots = [layer[0] for layer in slots]
-        self.value_slots = [layer[1] for layer in slots]
-        self.key_blocks = [layer[0] for layer in blocks]
-        self.value_blocks = [layer[1] for layer in blocks]
+        self._buffer = manager.gpu(self.allocated_bytes // DTYPE_BYTES[layout.dtype], layout.dtype, owner=OWNER)
+        sizes = [math.prod(shape) * self._slots for shape in layout.parts] * layout.num_layers
+        pages = iter(self._buffer.as_tensor().split(sizes))
+        self.parts = [[self._part(next(pages), shape) for shape in layout.parts] for _ in range(layout.num_layers)]
+
+    @property
+    def _slots(self) -> int:
+        return self.num_blocks * self.layout.tokens_per_block
+
+    def _part(self, page: torch.Tensor, shape: tuple[int, ...]) -> PagePart:
+        return PagePart(page.view(self._slots, *shape), page.view(self.num_blocks, -1))
 
     @property
     def allocated_bytes(self) -> int:
@@ -61,5 +72,5 @@ class KVPool:
 
     def release(self) -> None:
         """Drop the views, then the memory. Safe to call again."""
-        self.key_slots, self.value_slots, self.key_blocks, self.value_blocks = [], [], [], []
+        self.parts = []
         self._buffer.release()

@@ -1,0 +1,46 @@
+"""What attention needs to know about one packed step: where tokens are written and what each part attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ContextSpan:
+    """One prompt piece inside a packed step: rows ``start .. start+tokens`` attend to ``attended`` tokens,
+    themselves included."""
+
+    start: int
+    tokens: int
+    attended: int
+    prefix_blocks: torch.Tensor  # int64 [blocks of the tokens cached before this piece], first to last
+
+    @property
+    def prefix_tokens(self) -> int:
+        return self.attended - self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """The generating part of a step: the last ``sequences`` rows of the pack.
+
+    ``uniform``: every sequence attends to exactly ``padded_tokens``, so no mask is needed.
+    """
+
+    sequences: int
+    padded_tokens: int
+    longest: int
+    lengths: torch.Tensor  # int64 [sequences]: attended tokens, the new one included
+    blocks: torch.Tensor  # int64 [sequences * padded blocks]; unused entries hold block 0
+    uniform: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    slots: torch.Tensor  # int64 [tokens]: block * tokens_per_block + offset of each packed token
+    contexts: list[ContextSpan]
+    decode: DecodePlan | None

@@ -59,10 +59,18 @@ def engine_ledger(
 
 
 def reserves(facts: ModelFacts, dtype: str, config: BudgetConfig, granule_bytes: int) -> list[ReserveLine]:
-    """What profiling can't see: the decode staging area, born after the prefill peak, and the pool's own rounding."""
+    """What profiling can't see, asked from each owner in turn."""
+    return [
+        *_attention_reserves(facts, dtype, config, granule_bytes),
+        *_rounding_reserves(facts, dtype, config, granule_bytes),
+    ]
+
+
+def _attention_reserves(facts: ModelFacts, dtype: str, config: BudgetConfig, granule_bytes: int) -> list[ReserveLine]:
+    """Scratch that is first used by decode, after the prefill peak."""
     backend = backend_for(facts)
     scratch_bytes = backend.workspace_fixed_bytes(facts, DTYPE_BYTES[dtype], config)
-    lines = [
+    return [
         ReserveLine(
             "fixed_workspace",
             align_up(scratch_bytes, granule_bytes),
@@ -71,17 +79,15 @@ def reserves(facts: ModelFacts, dtype: str, config: BudgetConfig, granule_bytes:
             owner="attention",
         )
     ]
+
+
+def _rounding_reserves(facts: ModelFacts, dtype: str, config: BudgetConfig, granule_bytes: int) -> list[ReserveLine]:
+    """What the pool's last page may waste; nothing where blocks are whole pages."""
     block_bytes = facts.cache_cost(dtype).slope * config.tokens_per_block
-    if block_bytes % granule_bytes:
-        lines.append(
-            ReserveLine(
-                "fragmentation",
-                granule_bytes - 1,
-                reason=f"the pool rounds up to pages of {granule_bytes} B",
-                owner="device",
-            )
-        )
-    return lines
+    if block_bytes % granule_bytes == 0:
+        return []
+    reason = f"the pool rounds up to pages of {granule_bytes} B"
+    return [ReserveLine("fragmentation", granule_bytes - 1, reason=reason, owner="device")]
 
 
 def dry_profile(folder: Path, dtype: str, config: BudgetConfig) -> ProfileResult:

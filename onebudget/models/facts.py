@@ -119,9 +119,10 @@ def _layer_kinds(text: Mapping[str, Any], num_layers: int, latent: int) -> tuple
     if declared:
         return tuple(_layer_kind(kind) for kind in declared)
     if latent:
-        return ("latent",) * num_layers
-    kind: LayerKind = "sliding" if _window(text) else "full"
-    return (kind,) * num_layers
+        kind: LayerKind = "latent"
+    else:
+        kind = "sliding" if _window(text) else "full"
+    return tuple([kind] * num_layers)
 
 
 def _layer_kind(declared: object) -> LayerKind:

@@ -17,7 +17,7 @@ def host_tensor(address: int, dtype: str, shape: tuple[int, ...], nbytes: int, k
     import torch
 
     view = byte_view(address, nbytes, keep)
-    with _outside_modes():
+    with outside_modes():
         tensor = torch.frombuffer(view, dtype=getattr(torch, dtype))
         mark(tensor, keep)
         return tensor.view(shape)
@@ -27,7 +27,7 @@ def meta_tensor(dtype: str, shape: tuple[int, ...], keep: object) -> Tensor:
     """A tensor of this shape without contents."""
     import torch
 
-    with _outside_modes():
+    with outside_modes():
         return mark(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), keep)
 
 
@@ -49,7 +49,7 @@ def lies_in_buffer(storage: UntypedStorage) -> bool:
     return getattr(storage, _MARK, None) is not None
 
 
-def _outside_modes() -> ExitStack:
+def outside_modes() -> ExitStack:
     """No dispatch mode sees the tensor being made (it is not an allocation), and it is never an inference tensor
     (it outlives any inference-mode block it is made in)."""
     import torch

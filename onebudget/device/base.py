@@ -63,6 +63,7 @@ class Device(ABC):
         self._host_lock = threading.Lock()
         self._closers: list[Callable[[Device], None]] = []
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._streams_lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, total={format_bytes(self.total_bytes)})"
@@ -222,8 +223,14 @@ class Device(ABC):
     def create_stream(self) -> Stream:
         self.check_open()
         stream = self._create_stream()
-        self._streams.add(stream)
+        with self._streams_lock:
+            self._streams.add(stream)
         return stream
+
+    def streams(self) -> list[Stream]:
+        """The streams of this device that somebody still holds."""
+        with self._streams_lock:
+            return list(self._streams)
 
     def copy(
         self, target: int, source: int, nbytes: int, stream: Stream | None, touches: tuple[Touchable, ...] = ()
@@ -269,7 +276,7 @@ class Device(ABC):
         for closer in self._closers:
             closer(self)
         self.closed = True
-        for stream in list(self._streams):
+        for stream in self.streams():
             stream.close()
         self._close()
 
@@ -284,7 +291,7 @@ class Device(ABC):
 
     def drain_streams(self) -> None:
         """Wait for every stream but the one whose work is calling; errors stay for ``synchronize``."""
-        for stream in list(self._streams):
+        for stream in self.streams():
             if not stream.runs_here():
                 stream.drain()
 
@@ -341,7 +348,7 @@ class Device(ABC):
               touches: tuple[Touchable, ...]) -> None: ...  # fmt: skip
 
     def _synchronize(self) -> None:
-        for stream in list(self._streams):
+        for stream in self.streams():
             stream.synchronize()
 
     def _empty_cache(self) -> None:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from onebudget.device import libc
 from onebudget.device.facts import DeviceFacts, read_host_facts
-from onebudget.device.host_memory import HostArena, HostBlock, PhysicalFile
+from onebudget.device.host_memory import HostArena, HostBlock, PhysicalFile, reserve_addresses
 from onebudget.device.software import SoftwareDevice
 from onebudget.device.tensors import host_tensor
 from onebudget.device.vmm import VirtualMemory
+from onebudget.errors import ConfigError
 from onebudget.units import format_bytes
 
 if TYPE_CHECKING:
@@ -63,13 +64,13 @@ class HostDevice(SoftwareDevice):
         return self.file.resident_bytes()
 
     def make_arena(self, nbytes: int) -> HostArena:
-        return HostArena(self.file, nbytes)
+        return HostArena(self.file, nbytes, self.facts.granularity_bytes)
 
     def _create_vmm(self) -> VirtualMemory:
         return HostVirtualMemory(self)
 
     def _allocate_blocking(self, nbytes: int, kind: str) -> tuple[int, object]:
-        arena = HostArena(self.file, nbytes)
+        arena = self.make_arena(nbytes)
         return arena.address, arena
 
     def _free_blocking(self, address: int, nbytes: int, memory: object) -> None:
@@ -117,14 +118,7 @@ class HostVirtualMemory(VirtualMemory):
     device: HostDevice
 
     def _reserve(self, nbytes: int, alignment: int) -> int:
-        flags = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE
-        start = libc.mmap(0, nbytes + alignment, libc.PROT_NONE, flags)
-        address = -(-start // alignment) * alignment
-        if address > start:
-            libc.munmap(start, address - start)
-        if start + alignment > address:
-            libc.munmap(address + nbytes, start + alignment - address)
-        return address
+        return reserve_addresses(nbytes, alignment)
 
     def _free_address(self, address: int, nbytes: int) -> None:
         libc.munmap(address, nbytes)
@@ -150,6 +144,9 @@ def host_device_facts(
     capacity_bytes: int, granularity_bytes: int | None, pool_supported: bool, vmm_supported: bool, name: str | None
 ) -> DeviceFacts:
     host = read_host_facts()
+    page = host.os_page_bytes
+    if granularity_bytes is not None and (granularity_bytes <= 0 or granularity_bytes % page):
+        raise ConfigError.for_field("granularity_bytes", granularity_bytes, f"a multiple of the OS page, {page} B")
     return DeviceFacts(
         name=name or f"host ({platform.machine()})",
         total_bytes=capacity_bytes,

@@ -33,10 +33,10 @@ class PhysicalFile:
             offset, self._next = self._next, self._next + nbytes
             return offset
 
-    def map(self, offset: int, nbytes: int, *, address: int = 0, protection: int = libc.PROT_READ_WRITE) -> int:
-        """Map a range, at ``address`` (replacing what is mapped there) or wherever the kernel likes."""
-        flags = libc.MAP_SHARED | libc.MAP_NORESERVE | (libc.MAP_FIXED if address else 0)
-        return libc.mmap(address, nbytes, protection, flags, self._fd, offset)
+    def map(self, offset: int, nbytes: int, *, address: int, protection: int = libc.PROT_READ_WRITE) -> None:
+        """Map a range at a reserved address, replacing what is mapped there."""
+        flags = libc.MAP_SHARED | libc.MAP_NORESERVE | libc.MAP_FIXED
+        libc.mmap(address, nbytes, protection, flags, self._fd, offset)
 
     def punch(self, offset: int, nbytes: int) -> None:
         """Give the pages of a range back to the machine."""
@@ -58,17 +58,30 @@ class PhysicalFile:
         self.close()
 
 
+def reserve_addresses(nbytes: int, alignment: int) -> int:
+    """Address space without memory, aligned; both arguments are page multiples."""
+    flags = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE
+    start = libc.mmap(0, nbytes + alignment, libc.PROT_NONE, flags)
+    address = align_up(start, alignment)
+    if address > start:
+        libc.munmap(start, address - start)
+    if start + alignment > address:
+        libc.munmap(address + nbytes, start + alignment - address)
+    return address
+
+
 class HostArena:
     """A mapped range of a memory file. Unmapped when nothing refers to it any more, tensors included."""
 
     __slots__ = ("_file", "_offset", "address", "nbytes")
 
-    def __init__(self, file: PhysicalFile, nbytes: int) -> None:
+    def __init__(self, file: PhysicalFile, nbytes: int, alignment: int) -> None:
         self._file: PhysicalFile | None = file
         self.nbytes = nbytes
         self._offset = file.take(nbytes)
         self.address = 0
-        self.address = file.map(self._offset, nbytes)
+        self.address = reserve_addresses(nbytes, alignment)
+        file.map(self._offset, nbytes, address=self.address)
 
     def decommit(self, start: int, nbytes: int) -> None:
         assert self._file is not None

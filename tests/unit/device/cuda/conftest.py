@@ -5,6 +5,7 @@ driver refuses, and can be told to fail. It has no contents. Every test runs twi
 made up here, and with the real ones of cuda-bindings where that is installed.
 """
 
+# ruff: noqa: N802, N803  (names and arguments are the driver's)
 from __future__ import annotations
 
 import ctypes
@@ -142,51 +143,54 @@ class StandIn:
 
     # device and context
 
-    def do_cuInit(self, flags: int) -> None: ...  # noqa: N802
+    def do_cuInit(self, Flags: int) -> None: ...
 
-    def do_cuDeviceGetCount(self) -> Any:  # noqa: N802
+    def do_cuDeviceGetCount(self) -> Any:
         return (1,)
 
-    def do_cuDeviceGet(self, ordinal: int) -> Any:  # noqa: N802
+    def do_cuDeviceGet(self, ordinal: int) -> Any:
         return (ordinal,)
 
-    def do_cuDeviceGetName(self, length: int, dev: Any) -> Any:  # noqa: N802
+    def do_cuDeviceGetName(self, length: int, dev: Any) -> Any:
         return (self.device_name.encode().ljust(length, b"\0"),)
 
-    def do_cuDeviceGetUuid(self, dev: Any) -> Any:  # noqa: N802
+    def do_cuDeviceGetUuid(self, dev: Any) -> Any:
         return (SimpleNamespace(bytes=UUID.bytes),)
 
-    def do_cuDriverGetVersion(self) -> Any:  # noqa: N802
+    def do_cuDriverGetVersion(self) -> Any:
         return (13020,)
 
-    def do_cuDeviceGetAttribute(self, attrib: Any, dev: Any) -> Any:  # noqa: N802
-        name = self._name(attrib).removeprefix("CU_DEVICE_ATTRIBUTE_")
-        return (self.abilities[name],) if name in self.abilities else Status(INVALID_VALUE)
+    def do_cuDeviceGetAttribute(self, attrib: Any, dev: Any) -> Any:
+        # Not by the member's name: some attributes have two, and the real enumeration answers with the other one.
+        for name, value in self.abilities.items():
+            if getattr(self.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}") == attrib:
+                return (value,)
+        return Status(INVALID_VALUE)
 
-    def do_cuDevicePrimaryCtxGetState(self, dev: Any) -> Any:  # noqa: N802
+    def do_cuDevicePrimaryCtxGetState(self, dev: Any) -> Any:
         return (0, int(self.retained > 0))
 
-    def do_cuDevicePrimaryCtxRetain(self, dev: Any) -> Any:  # noqa: N802
+    def do_cuDevicePrimaryCtxRetain(self, dev: Any) -> Any:
         self.retained += 1
         return (CONTEXT,)
 
-    def do_cuDevicePrimaryCtxRelease(self, dev: Any) -> None:  # noqa: N802
+    def do_cuDevicePrimaryCtxRelease(self, dev: Any) -> None:
         self.retained -= 1
 
-    def do_cuCtxGetCurrent(self) -> Any:  # noqa: N802
+    def do_cuCtxGetCurrent(self) -> Any:
         return (self.current[-1],)
 
-    def do_cuCtxPushCurrent(self, ctx: Any) -> None:  # noqa: N802
+    def do_cuCtxPushCurrent(self, ctx: Any) -> None:
         self.current.append(int(ctx))
 
-    def do_cuCtxPopCurrent(self) -> Any:  # noqa: N802
+    def do_cuCtxPopCurrent(self) -> Any:
         return (self.current.pop(),)
 
-    def do_cuCtxSynchronize(self) -> None:  # noqa: N802
+    def do_cuCtxSynchronize(self) -> None:
         for stream in list(self.streams):
             self.do_cuStreamSynchronize(stream)
 
-    def do_cuMemGetInfo(self) -> Any:  # noqa: N802
+    def do_cuMemGetInfo(self) -> Any:
         return (self.free_bytes, self.total_bytes)
 
     # memory
@@ -206,54 +210,54 @@ class StandIn:
             next(iter(self.pools.values())).used -= nbytes
         return None
 
-    def do_cuMemAlloc(self, bytesize: int) -> Any:  # noqa: N802
+    def do_cuMemAlloc(self, bytesize: int) -> Any:
         return self._allocate("device", bytesize)
 
-    def do_cuMemAllocManaged(self, bytesize: int, flags: int) -> Any:  # noqa: N802
+    def do_cuMemAllocManaged(self, bytesize: int, flags: int) -> Any:
         return self._allocate("managed", bytesize)
 
-    def do_cuMemFree(self, dptr: int) -> Any:  # noqa: N802
+    def do_cuMemFree(self, dptr: int) -> Any:
         return self._free(dptr, "device", "managed", "pool")
 
-    def do_cuMemHostAlloc(self, bytesize: int, Flags: int) -> Any:  # noqa: N802, N803
+    def do_cuMemHostAlloc(self, bytesize: int, Flags: int) -> Any:
         return self._allocate("host", bytesize)
 
-    def do_cuMemFreeHost(self, p: int) -> Any:  # noqa: N802
+    def do_cuMemFreeHost(self, p: int) -> Any:
         return self._free(p, "host")
 
-    def do_cuPointerGetAttribute(self, attribute: Any, ptr: int) -> Any:  # noqa: N802
+    def do_cuPointerGetAttribute(self, attribute: Any, ptr: int) -> Any:
         assert self._name(attribute) == "CU_POINTER_ATTRIBUTE_MEMORY_TYPE"
         kind = self.memory.get(ptr, ("unknown", 0))[0]
         return Status(INVALID_VALUE) if kind == "unknown" else (1 if kind == "host" else 2,)
 
-    def do_cuMemcpyAsync(self, dst: int, src: int, ByteCount: int, hStream: Any) -> Any:  # noqa: N802, N803
+    def do_cuMemcpyAsync(self, dst: int, src: int, ByteCount: int, hStream: Any) -> Any:
         return None if int(hStream) in self.streams else Status(INVALID_VALUE)
 
-    def do_cuMemsetD8Async(self, dstDevice: int, uc: int, N: int, hStream: Any) -> Any:  # noqa: N802, N803
+    def do_cuMemsetD8Async(self, dstDevice: int, uc: int, N: int, hStream: Any) -> Any:
         return None if int(hStream) in self.streams else Status(INVALID_VALUE)
 
     # pool
 
-    def do_cuMemPoolCreate(self, poolProps: Any) -> Any:  # noqa: N802, N803
+    def do_cuMemPoolCreate(self, poolProps: Any) -> Any:
         handle = self._new()
         self.pools[handle] = SimpleNamespace(props=poolProps, used=0, reserved=0, attributes={})
         return (handle,)
 
-    def do_cuMemPoolDestroy(self, pool: Any) -> None:  # noqa: N802
+    def do_cuMemPoolDestroy(self, pool: Any) -> None:
         assert self.pools.pop(pool).used == 0
 
-    def do_cuMemPoolSetAttribute(self, pool: Any, attr: Any, value: Any) -> None:  # noqa: N802
+    def do_cuMemPoolSetAttribute(self, pool: Any, attr: Any, value: Any) -> None:
         self.pools[pool].attributes[self._name(attr)] = int(value)
 
-    def do_cuMemPoolGetAttribute(self, pool: Any, attr: Any) -> Any:  # noqa: N802
+    def do_cuMemPoolGetAttribute(self, pool: Any, attr: Any) -> Any:
         name = self._name(attr)
         return (self.pools[pool].used if "USED" in name else self.pools[pool].reserved,)
 
-    def do_cuMemPoolTrimTo(self, pool: Any, minBytesToKeep: int) -> None:  # noqa: N802, N803
+    def do_cuMemPoolTrimTo(self, pool: Any, minBytesToKeep: int) -> None:
         state = self.pools[pool]
         state.reserved = max(-(-state.used // GRANULE) * GRANULE, min(state.reserved, minBytesToKeep))
 
-    def do_cuMemAllocFromPoolAsync(self, bytesize: int, pool: Any, hStream: Any) -> Any:  # noqa: N802, N803
+    def do_cuMemAllocFromPoolAsync(self, bytesize: int, pool: Any, hStream: Any) -> Any:
         state = self.pools[pool]
         growth = max(0, -(-(state.used + bytesize) // GRANULE) * GRANULE - state.reserved)
         if int(hStream) not in self.streams:
@@ -266,7 +270,7 @@ class StandIn:
         self.memory[address] = ("pool", bytesize)
         return (address,)
 
-    def do_cuMemFreeAsync(self, dptr: int, hStream: Any) -> Any:  # noqa: N802, N803
+    def do_cuMemFreeAsync(self, dptr: int, hStream: Any) -> Any:
         if int(hStream) not in self.streams or self.memory.get(dptr, ("", 0))[0] != "pool":
             return Status(INVALID_VALUE)
         self.streams[int(hStream)].append(lambda: self._free(dptr, "pool"))
@@ -274,22 +278,22 @@ class StandIn:
 
     # virtual memory
 
-    def do_cuMemGetAllocationGranularity(self, prop: Any, option: Any) -> Any:  # noqa: N802
+    def do_cuMemGetAllocationGranularity(self, prop: Any, option: Any) -> Any:
         assert "RECOMMENDED" in self._name(option)
         return (GRANULE,)
 
-    def do_cuMemAddressReserve(self, size: int, alignment: int, addr: int, flags: int) -> Any:  # noqa: N802
+    def do_cuMemAddressReserve(self, size: int, alignment: int, addr: int, flags: int) -> Any:
         address = self._new()
         self.reservations[address] = size
         return (address,)
 
-    def do_cuMemAddressFree(self, ptr: int, size: int) -> Any:  # noqa: N802
+    def do_cuMemAddressFree(self, ptr: int, size: int) -> Any:
         if self.reservations.get(ptr) != size or any(ptr <= at < ptr + size for at in self.mappings):
             return Status(INVALID_VALUE)
         del self.reservations[ptr]
         return None
 
-    def do_cuMemCreate(self, size: int, prop: Any, flags: int) -> Any:  # noqa: N802
+    def do_cuMemCreate(self, size: int, prop: Any, flags: int) -> Any:
         if size % GRANULE:
             return Status(INVALID_VALUE)
         if size > self.free_bytes:
@@ -298,69 +302,69 @@ class StandIn:
         self.handles[handle] = size
         return (handle,)
 
-    def do_cuMemRelease(self, handle: int) -> Any:  # noqa: N802
+    def do_cuMemRelease(self, handle: int) -> Any:
         if handle not in self.handles or any(mapped == handle for mapped, _ in self.mappings.values()):
             return Status(INVALID_VALUE)
         del self.handles[handle]
         return None
 
-    def do_cuMemMap(self, ptr: int, size: int, offset: int, handle: int, flags: int) -> Any:  # noqa: N802
+    def do_cuMemMap(self, ptr: int, size: int, offset: int, handle: int, flags: int) -> Any:
         inside = any(start <= ptr and ptr + size <= start + length for start, length in self.reservations.items())
         if not inside or ptr in self.mappings or self.handles.get(handle) != size:
             return Status(INVALID_VALUE)
         self.mappings[ptr] = (handle, False)
         return None
 
-    def do_cuMemSetAccess(self, ptr: int, size: int, desc: Any, count: int) -> Any:  # noqa: N802
+    def do_cuMemSetAccess(self, ptr: int, size: int, desc: Any, count: int) -> Any:
         assert count == len(desc) == 1
         assert "READWRITE" in self._name(desc[0].flags)
         assert int(desc[0].location.id) == 0
         self.mappings[ptr] = (self.mappings[ptr][0], True)
 
-    def do_cuMemUnmap(self, ptr: int, size: int) -> Any:  # noqa: N802
+    def do_cuMemUnmap(self, ptr: int, size: int) -> Any:
         return None if self.mappings.pop(ptr, None) else Status(INVALID_VALUE)
 
     # streams and events
 
-    def do_cuStreamCreate(self, Flags: int) -> Any:  # noqa: N802, N803
+    def do_cuStreamCreate(self, Flags: int) -> Any:
         handle = self._new()
         self.streams[handle] = []
         return (handle,)
 
-    def do_cuStreamDestroy(self, hStream: Any) -> Any:  # noqa: N802, N803
+    def do_cuStreamDestroy(self, hStream: Any) -> Any:
         return None if self.streams.pop(int(hStream), None) is not None else Status(INVALID_VALUE)
 
-    def do_cuStreamQuery(self, hStream: Any) -> Any:  # noqa: N802, N803
+    def do_cuStreamQuery(self, hStream: Any) -> Any:
         return Status(NOT_READY) if self.streams[int(hStream)] else None
 
-    def do_cuStreamSynchronize(self, hStream: Any) -> None:  # noqa: N802, N803
+    def do_cuStreamSynchronize(self, hStream: Any) -> None:
         queue = self.streams[int(hStream)]
         while queue:
             queue.pop(0)()
 
-    def do_cuStreamWaitEvent(self, hStream: Any, hEvent: Any, Flags: int) -> None:  # noqa: N802, N803
+    def do_cuStreamWaitEvent(self, hStream: Any, hEvent: Any, Flags: int) -> None:
         assert int(hEvent) in self.events
 
-    def do_cuLaunchHostFunc(self, hStream: Any, fn: Any, userData: int) -> None:  # noqa: N802, N803
+    def do_cuLaunchHostFunc(self, hStream: Any, fn: Any, userData: int) -> None:
         function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(int(fn))
         self.streams[int(hStream)].append(lambda: function(userData))
 
-    def do_cuEventCreate(self, Flags: int) -> Any:  # noqa: N802, N803
+    def do_cuEventCreate(self, Flags: int) -> Any:
         handle = self._new()
         self.events.add(handle)
         return (handle,)
 
-    def do_cuEventDestroy(self, hEvent: Any) -> None:  # noqa: N802, N803
+    def do_cuEventDestroy(self, hEvent: Any) -> None:
         self.events.remove(int(hEvent))
 
-    def do_cuEventRecord(self, hEvent: Any, hStream: Any) -> None:  # noqa: N802, N803
+    def do_cuEventRecord(self, hEvent: Any, hStream: Any) -> None:
         assert int(hEvent) in self.events
         assert int(hStream) in self.streams
 
-    def do_cuEventQuery(self, hEvent: Any) -> Any:  # noqa: N802, N803
+    def do_cuEventQuery(self, hEvent: Any) -> Any:
         return Status(NOT_READY) if any(self.streams.values()) else None
 
-    def do_cuEventSynchronize(self, hEvent: Any) -> None:  # noqa: N802, N803
+    def do_cuEventSynchronize(self, hEvent: Any) -> None:
         self.do_cuCtxSynchronize()
 
 

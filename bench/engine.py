@@ -62,7 +62,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     folder = ensure_demo_model()
     bandwidth = read_bandwidth()
-    with LLM(folder, dtype=arguments.dtype, device_memory="4GiB", max_batch_size=16, max_num_tokens=4096) as llm:
+    with LLM(folder, dtype=arguments.dtype, device_memory="4GiB", max_batch_size=16, max_num_tokens=4096, enable_block_reuse=False) as llm:
         peer = Peer(folder, llm.engine.station.model.dtype)
         rows = []
         for requests in (1, 8, 16):

@@ -131,6 +131,7 @@ class Executor:
         self.counters.prefill_tokens += batch.tokens - len(batch.generation)
         self.counters.decode_tokens += len(batch.generation)
         self.counters.graph_eager += 1
+        self.counters.reused_tokens = self.scheduler.reused_tokens
         self.counters.scratch_grow = self.runner.scratch.grow_count
 
     def _fail(self, requests: list[Request], error: Exception) -> list[Request]:

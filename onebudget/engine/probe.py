@@ -43,7 +43,11 @@ def build_executor(
     probe_lengths: Sequence[Sequence[int]] = (),
 ) -> Executor:
     """Pool, manager, runner and loop over ``num_blocks`` KV blocks; nothing is left when a part does not fit."""
-    kv = KVCacheManager(KVPool(station.manager, kv_layout(station, config), num_blocks), probe_lengths=probe_lengths)
+    kv = KVCacheManager(
+        KVPool(station.manager, kv_layout(station, config), num_blocks),
+        reuse=config.enable_block_reuse,
+        probe_lengths=probe_lengths,
+    )
     try:
         runner = ModelRunner(station.model, config, kv, station.device, station.manager, metered=metered)
     except BaseException:

@@ -25,6 +25,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._reserved_blocks = 0
+        self.reused_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -74,5 +75,7 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         request.state = RequestState.CONTEXT
+        request.computed_tokens = self._kv.begin(request)
+        self.reused_tokens += request.computed_tokens
         self.running.append(request)
         self._reserved_blocks += self._kv.needed_to_completion(request)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from onebudget.errors import CapacityError
 from onebudget.resources.base import BaseResourceManager
+from onebudget.resources.kv.blocks import BlockPool
 from onebudget.units import ceil_div
 
 if TYPE_CHECKING:
@@ -17,14 +18,16 @@ if TYPE_CHECKING:
 class KVCacheManager(BaseResourceManager):
     """Blocks are taken as tokens are computed; admission counts to completion, so taking never fails in service.
 
-    ``probe_lengths`` are the prompt lengths of the profile's batches when this manager serves the profile.
+    With ``reuse`` the full blocks of a sequence stay readable after it, and a later request that starts with the same
+    tokens begins behind them. Dummies neither reuse nor are reused. ``probe_lengths`` are the prompt lengths of the profile's batches when this manager serves the profile.
     """
 
-    def __init__(self, pool: KVPool, *, probe_lengths: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(self, pool: KVPool, *, reuse: bool = False, probe_lengths: Sequence[Sequence[int]] = ()) -> None:
         self.pool = pool
         self.tokens_per_block = pool.layout.tokens_per_block
         self._probe_lengths = probe_lengths
-        self._free = list(range(pool.num_blocks - 1, -1, -1))
+        self.blocks = BlockPool(pool.num_blocks)
+        self._reuse = reuse
         self._tables: dict[int, list[int]] = {}
         self.peak_used_blocks = 0
 
@@ -35,11 +38,11 @@ class KVCacheManager(BaseResourceManager):
 
     @property
     def free_blocks(self) -> int:
-        return len(self._free)
+        return self.blocks.free_blocks
 
     @property
     def used_blocks(self) -> int:
-        return self.pool.num_blocks - len(self._free)
+        return self.blocks.used_blocks
 
     def max_resource_count(self) -> int:
         return self.pool.num_blocks
@@ -53,6 +56,16 @@ class KVCacheManager(BaseResourceManager):
     def block_table(self, request: Request) -> list[int]:
         return self._tables[request.id]
 
+    def begin(self, request: Request) -> int:
+        """Hold the kept blocks this request starts with; returns their tokens, which need no computing.
+
+        At least the last prompt token is left, because its logits are wanted.
+        """
+        reusable = request.prompt_token_ids[: request.prompt_tokens - 1] if self._reuse and not request.is_dummy else []
+        table = self.blocks.claim_prefix(reusable, self.tokens_per_block)
+        self._tables[request.id] = table
+        return len(table) * self.tokens_per_block
+
     def prepare(self, batch: ScheduledBatch) -> None:
         for request in batch.requests:
             self._grow(request, request.computed_tokens + len(request.tokens_of_step()))
@@ -61,20 +74,34 @@ class KVCacheManager(BaseResourceManager):
     def _grow(self, request: Request, tokens: int) -> None:
         table = self._tables.setdefault(request.id, [])
         missing = ceil_div(tokens, self.tokens_per_block) - len(table)
-        if missing > len(self._free):
+        if missing > self.free_blocks:
             raise CapacityError(
-                f"request {request.id} needs {missing} more KV blocks for {tokens} tokens, {len(self._free)} of "
+                f"request {request.id} needs {missing} more KV blocks for {tokens} tokens, {self.free_blocks} of "
                 f"{self.pool.num_blocks} are free",
                 request_id=request.id,
                 needed=missing,
-                free=len(self._free),
+                free=self.free_blocks,
             )
-        table.extend(self._free.pop() for _ in range(missing))
+        table.extend(self.blocks.take() for _ in range(missing))
+
+    def update(self, batch: ScheduledBatch) -> None:
+        for request in batch.context_last:
+            self._store(request)
 
     def free(self, request: Request) -> None:
-        table = self._tables.pop(request.id, None)
-        if table:
-            self._free.extend(reversed(table))
+        self._store(request)
+        self.blocks.give_back(self._tables.pop(request.id, ()))
+
+    def _store(self, request: Request) -> None:
+        """Keep what stands in the cache by now; a finished sequence's own tokens too."""
+        table = self._tables.get(request.id)
+        if table and self._reuse and not request.is_dummy:
+            tokens = [*request.prompt_token_ids, *request.output_token_ids][: request.computed_tokens]
+            self.blocks.store(table, tokens, self.tokens_per_block)
+
+    def reset_reuse(self) -> None:
+        """Forget every kept prefix, because the pool's contents are gone."""
+        self.blocks.reset_reuse()
 
     def shutdown(self) -> None:
         self._tables.clear()

@@ -53,7 +53,7 @@ class ArenaPool(Pool):
         self._faults = device.faults
         self._idle = SpanIndex()
         self._bare = SpanIndex()
-        self._arenas: list[Arena] = []
+        self._heads: list[Span] = []
         self._reserved = 0
         self._used = 0
 
@@ -98,9 +98,10 @@ class ArenaPool(Pool):
         with self._lock:
             self._account.charge_pool_locked(-self._reserved)
             self._reserved = 0
-            for arena in self._arenas:
-                arena.close()
-            self._arenas.clear()
+            for head in self._heads:
+                head.arena.close()
+                head.unlink_all()  # or the arena would stay mapped until the garbage collector comes by
+            self._heads.clear()
             self._idle, self._bare = SpanIndex(), SpanIndex()
 
     def _hand_out(self, span: Span, owner: str) -> Allocation:
@@ -116,7 +117,7 @@ class ArenaPool(Pool):
             allocation.freed = True
             self._used -= allocation.nbytes
             self._account.take_back_locked(allocation.nbytes, allocation.owner)
-            if self._arenas:
+            if self._heads:
                 self._add_free(span, _IDLE)  # type: ignore[arg-type]
 
     def _allocate_under_pressure(self, nbytes: int, size: int, owner: str) -> Allocation:
@@ -184,8 +185,9 @@ class ArenaPool(Pool):
 
     def _new_arena(self) -> Span:
         arena = self._source.make_arena(align_up(self.device.total_bytes, self._granule))
-        self._arenas.append(arena)
-        return Span(arena, 0, arena.nbytes, _USED)
+        head = Span(arena, 0, arena.nbytes, _USED)
+        self._heads.append(head)
+        return head
 
     def _add_free(self, span: Span, state: SpanState) -> None:
         """Put a span into its index, merged with neighbours of the same state."""

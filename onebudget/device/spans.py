@@ -42,6 +42,13 @@ class Span:
         self.nbytes = head_bytes
         return tail
 
+    def unlink_all(self) -> None:
+        """Take the list apart from here on."""
+        span: Span | None = self
+        while span is not None:
+            following, span.prev, span.next = span.next, None, None
+            span = following
+
     def absorb_next(self) -> None:
         """Take the following span's addresses."""
         gone = self.next

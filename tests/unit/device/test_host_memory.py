@@ -148,7 +148,6 @@ def test_faults_leave_no_file_mapping_or_address(
     device: HostDevice, manager: BufferManager, mode: str, operation: str, index: int
 ) -> None:
     manager.gpu(1).release()
-    gc.collect()
     files, mapped, reserved = open_files(), mapped_file_bytes(), reserved_bytes()
     with virtual_memory_scope("kv", mode):
         buffers = [touch(manager.gpu(NBYTES)) for _ in range(3)]

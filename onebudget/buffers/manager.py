@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
+from onebudget.buffers.agreement import RankGroup
 from onebudget.buffers.buffer import Buffer, parse_shape
 from onebudget.buffers.dtypes import element_type
 from onebudget.buffers.kinds import MemoryKind
+from onebudget.buffers.nvls import NvlsAllocator, agree_on_request
 from onebudget.buffers.pinned_pool import PinnedPool
 from onebudget.buffers.transfer import HostData, copy_buffer, copy_from_host, fill_buffer
 from onebudget.buffers.virtual.allocator import VirtualAllocator
@@ -17,7 +19,7 @@ from onebudget.buffers.virtual.config import VirtualConfig, config_stack
 from onebudget.device.allocators import Allocator, Pool
 from onebudget.device.sample import PoolStats
 from onebudget.device.streams import Stream
-from onebudget.errors import ConfigError, StateError
+from onebudget.errors import ConfigError, DeviceError, StateError
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +83,19 @@ class BufferManager:
     def managed(self, size: Size, dtype: Any = "uint8", *, owner: str | None = None) -> Buffer:
         """Unified memory, migrated by the driver; charged to the card."""
         return self._make(MemoryKind.MANAGED, self.device.managed, size, dtype, owner)
+
+    def ipc_nvls(self, ranks: Iterable[int], shape: Size, dtype: Any = "uint8", *, owner: str | None = None) -> Buffer:
+        """Zeroed memory at the same address on every rank of ``ranks``; what one writes the others read.
+
+        Every listed rank calls this with equal arguments, in the same order as its other collective calls; otherwise
+        all of them raise ``AgreementError``. ``DeviceError`` where the device can't share memory.
+        """
+        self._check_open()
+        if not self.device.facts.multicast_supported:
+            raise DeviceError(f"{self.device.name} has no multicast memory", call="ipc_nvls")
+        group = RankGroup(ranks)
+        agree_on_request(group, shape, dtype)
+        return self._make(MemoryKind.NVLS, NvlsAllocator(self.device, group), shape, dtype, owner)
 
     def allocate(self, kind: MemoryKind | str, size: Size, dtype: Any = "uint8", *, owner: str | None = None) -> Buffer:
         """A buffer of ``kind``. Not for ``nvls``, which several processes must ask for together (``ipc_nvls``)."""

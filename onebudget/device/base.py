@@ -14,6 +14,7 @@ from onebudget.device.account import TENSOR_OWNER, Account
 from onebudget.device.allocators import BlockingAllocator, HostAllocator, Pool
 from onebudget.device.facts import DeviceFacts
 from onebudget.device.faults import Faults
+from onebudget.device.multicast import Multicast
 from onebudget.device.private_pool import PrivatePool
 from onebudget.device.sample import MemorySample
 from onebudget.device.streams import Stream, Touchable
@@ -254,6 +255,13 @@ class Device(ABC):
         """A pool that framework allocations go to while a virtual-memory scope is innermost."""
         return PrivatePool(tag)
 
+    def make_multicast(self) -> Multicast:
+        """This rank's part of memory shared with other ranks. ``DeviceError`` where the device can't share."""
+        self.check_open()
+        if not self.facts.multicast_supported:
+            raise DeviceError(f"{self.name} has no multicast memory", call="make_multicast")
+        return self._make_multicast()
+
     def synchronize(self) -> None:
         """Wait for every stream; the first error of queued work is raised."""
         self.check_open()
@@ -357,6 +365,9 @@ class Device(ABC):
     @abstractmethod
     def _tensor(self, address: int, dtype: str, shape: tuple[int, ...], nbytes: int, kind: str,
                 keep: object) -> Tensor: ...  # fmt: skip
+
+    def _make_multicast(self) -> Multicast:
+        raise NotImplementedError
 
     @abstractmethod
     def _close(self) -> None: ...

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from onebudget.device import libc
 from onebudget.device.facts import DeviceFacts, read_host_facts
 from onebudget.device.host_memory import HostArena, HostBlock, PhysicalFile, reserve_addresses
+from onebudget.device.host_multicast import HostMulticast
+from onebudget.device.multicast import Multicast
 from onebudget.device.software import SoftwareDevice
 from onebudget.device.tensors import host_tensor
 from onebudget.device.vmm import VirtualMemory
@@ -93,6 +95,9 @@ class HostDevice(SoftwareDevice):
         assert isinstance(memory, HostBlock)
         if memory.locked:
             libc.munlock(memory.address, memory.nbytes)
+
+    def _make_multicast(self) -> Multicast:
+        return HostMulticast()
 
     def _host_limit_bytes(self) -> int:
         return self.facts.host_total_bytes or 2**47

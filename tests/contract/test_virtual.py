@@ -167,6 +167,25 @@ class TestContents:
             assert torch.equal(tensor.cpu(), data)
         buffer.release()
 
+    @pytest.mark.parametrize("mode", ["cpu", "pinned", "pinned_on_demand"])
+    def test_discarded_contents_do_not_come_back(self, sleeper: BufferManager, mode: str) -> None:
+        with virtual_memory_scope("model", mode):
+            buffer = sleeper.gpu(100_003)
+        tensor = buffer.as_tensor()
+        tensor.fill_(1)
+        release_with_tag("model")
+        materialize_with_tag("model")
+        address = buffer.data_ptr
+        assert release_with_tag("model", discard=True) == 1
+        assert sleeper.device.host_bytes == 0
+        assert materialize_with_tag("model") == 1
+        assert buffer.data_ptr == address
+        tensor.fill_(2)
+        release_with_tag("model")
+        materialize_with_tag("model")
+        assert bool((tensor == 2).all())
+        buffer.release()
+
     def test_memset_zeros_from_the_second_time_on(self, sleeper: BufferManager) -> None:
         with virtual_memory_scope("state", "memset"):
             fills = sleeper.device.faults.calls.get("fill", 0)

@@ -83,9 +83,10 @@ class VirtualMemoryManager:
         for handle in handles:
             self.remove(handle)
 
-    def release_with_tag(self, tag: str) -> int:
+    def release_with_tag(self, tag: str, *, discard: bool = False) -> int:
         """Take the physical memory of every materialised chunk of ``tag`` away and return how many were tried.
 
+        ``discard`` gives contents up, and with them the host memory of backups, even where the mode would keep them.
         All are tried. A chunk that fails is bad: erased, its handle kept for ``take_bad_handles``, and the last error
         is raised at the end. An unknown tag is 0.
         """
@@ -96,7 +97,7 @@ class VirtualMemoryManager:
                     continue
                 tried += 1
                 try:
-                    entry.chunk.release()
+                    entry.chunk.release(destructing=discard)
                 except Exception as raised:
                     if error is not None:
                         log.error("tag %r: releasing went on after this error", tag, exc_info=error)

@@ -94,6 +94,7 @@ class BackupRestore:
 
     def teardown(self, handle: int, *, destructing: bool) -> None:
         if destructing:
+            self.drop()
             return
         if self._backup is None:
             self._backup = self._source.allocate(self._nbytes, None, self._owner)

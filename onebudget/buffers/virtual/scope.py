@@ -74,15 +74,16 @@ def preserve_contents() -> Iterator[ScopePools | None]:
         yield scope
 
 
-def release_with_tag(tag: str) -> int:
+def release_with_tag(tag: str, *, discard: bool = False) -> int:
     """Take the physical memory of everything under ``tag`` away and return how many chunks were tried.
 
-    An unknown tag, or one that is asleep already, is 0.
+    An unknown tag, or one that is asleep already, is 0. ``discard`` gives contents up even where the scope's mode
+    would keep them; they are undefined after the next ``materialize_with_tag``.
 
     Call at a step boundary: nothing may use the memory, and nothing may touch tensors made from it until
     ``materialize_with_tag``.
     """
-    return virtual_memory_manager().release_with_tag(tag)
+    return virtual_memory_manager().release_with_tag(tag, discard=discard)
 
 
 def materialize_with_tag(tag: str) -> int:

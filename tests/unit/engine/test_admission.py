@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onebudget.config import BudgetConfig
+from onebudget.core import SamplingParams
+from onebudget.engine.admission import admitted_new_tokens
+from onebudget.errors import RequestError
+
+VOCABULARY = 100
+
+
+def admit(prompt: int | list[int], max_tokens: int = 16, pool_blocks: int = 100, **knobs: Any) -> int:
+    config = BudgetConfig(**{"max_seq_len": 64, "max_num_tokens": 32, "tokens_per_block": 8, **knobs})
+    ids = [1] * prompt if isinstance(prompt, int) else prompt
+    return admitted_new_tokens(
+        ids, SamplingParams(max_tokens=max_tokens), config=config, vocab_size=VOCABULARY, pool_blocks=pool_blocks
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted", "got"), [(1, 16, 16), (48, 16, 16), (49, 16, 16), (50, 16, 15), (64, 9, 1)]
+)
+def test_new_tokens_are_cut_so_that_the_cache_holds_max_seq_len(prompt: int, wanted: int, got: int) -> None:
+    assert admit(prompt, wanted) == got
+
+
+def test_one_token_more_than_max_seq_len_is_refused_with_the_numbers() -> None:
+    with pytest.raises(RequestError, match=r"65 tokens and max_seq_len is 64: shorten it by 1 "):
+        admit(65)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(RequestError, match="no tokens: at least 1"):
+        admit([])
+
+
+@pytest.mark.parametrize("bad", [-1, VOCABULARY, 10**9])
+def test_ids_outside_the_vocabulary_are_refused(bad: int) -> None:
+    with pytest.raises(RequestError, match=f"{bad} is outside the vocabulary: ids run from 0 to 99"):
+        admit([1, bad, 2])
+    assert admit([0, VOCABULARY - 1]) == 16
+
+
+def test_without_chunks_a_prompt_must_fit_in_one_step() -> None:
+    assert admit(32, enable_chunked_prefill=False) == 16
+    assert admit(33) == 16
+    with pytest.raises(
+        RequestError, match=r"33 tokens, a step computes at most max_num_tokens = 32, and chunked prefill is off"
+    ):
+        admit(33, enable_chunked_prefill=False)
+
+
+def test_the_pool_is_filled_to_the_block_and_one_more_is_refused() -> None:
+    assert admit(20, 12, pool_blocks=4) == 12
+    with pytest.raises(RequestError, match=r"needs 5 KV blocks .*pool has 4: ask for at most 12 new tokens"):
+        admit(20, 13, pool_blocks=4)
+
+
+@given(prompt=st.integers(1, 64), wanted=st.integers(1, 100), pool=st.integers(0, 12))
+def test_whatever_is_advised_is_accepted(prompt: int, wanted: int, pool: int) -> None:
+    try:
+        assert 1 <= admit(prompt, wanted, pool_blocks=pool) <= wanted
+    except RequestError as refused:
+        advised = int(str(refused).split("ask for at most ")[1].split()[0].replace(",", ""))
+        if advised > 0:
+            assert admit(prompt, advised, pool_blocks=pool) == advised
+            with pytest.raises(RequestError):
+                admit(prompt, advised + 1, pool_blocks=pool)
+
+
+@pytest.mark.xfail(reason="the last token is never cached, yet a block is asked for it", raises=RequestError)
+def test_a_prompt_of_max_seq_len_runs_where_the_ledger_says_one_fits() -> None:
+    """The budget calls a pool of max_seq_len tokens enough for one request of max_seq_len."""
+    assert admit(64, 1, pool_blocks=64 // 8) == 1

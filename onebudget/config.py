@@ -61,6 +61,7 @@ class BudgetConfig:
     disk_cache_bytes: int = _knob(0, knobs.size(0, 0), "disk space for evicted KV blocks; not built yet")
     skip_estimation: bool = _knob(False, knobs.flag(), "do not run the probe; size from device use alone")
     enable_penalties: bool = _knob(True, knobs.flag(), "accept penalised requests and reserve their tables")
+    enable_sleep: bool = _knob(False, knobs.flag(), "let weights and KV cache leave the device while nobody asks")
     seed: int | None = _knob(None, knobs.count(0, none=True), "seed of requests that bring none")
     given: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
 

@@ -12,6 +12,8 @@ from onebudget.config import BudgetConfig, resolve_max_seq_len
 from onebudget.engine.derivation import dry_profile, engine_ledger
 from onebudget.engine.executor import Counters, Executor
 from onebudget.engine.probe import build_executor, measure, probe_batches, run_dummies
+from onebudget.engine.sleep import Sleeper
+from onebudget.engine.stages import Stages
 from onebudget.engine.station import Station
 from onebudget.errors import AllocationError, BudgetError
 from onebudget.models import load
@@ -33,6 +35,7 @@ class Engine:
     ledger: Ledger
     executor: Executor
     station: Station
+    sleeper: Sleeper
     tokenizer: Any
     generation_defaults: Any
     end_token_ids: frozenset[int]
@@ -67,10 +70,12 @@ def build_engine(
         device.reset_peak()
         executor = build_executor(station, config, ledger.kv_cache.blocks, metered=True)
         undo.callback(executor.shutdown)
-        _warm_up(executor, config, progress)
+        with station.stages.open("warm_up"):
+            _warm_up(executor, config, progress)
         executor.runner.metered = strict_memory
         undo.pop_all()
-        return Engine(config, ledger, executor, station, tokenizer, generation_defaults, end_token_ids)
+        sleeper = Sleeper(station, executor, folder)
+        return Engine(config, ledger, executor, station, sleeper, tokenizer, generation_defaults, end_token_ids)
 
 
 def _profiled(
@@ -86,9 +91,13 @@ def _profiled(
     """The placed model and its profile. Where the device is too small for that, a dry run says by how much."""
     with ExitStack() as undo:
         try:
-            station = Station(load.place_weights(module, facts, dtype, manager), device, manager)
-            undo.callback(station.model.release)
-            profile, rounding = measure(station, config, progress)
+            stages = Stages(device, sleepable=config.enable_sleep)
+            with stages.open("model"):
+                model = load.place_weights(module, facts, dtype, manager)
+            undo.callback(model.release)
+            station = Station(model, device, manager, stages)
+            with stages.open("profile"):
+                profile, rounding = measure(station, config, progress)
         except (AllocationError, BudgetError):
             undo.close()
             engine_ledger(folder, facts, dtype, config, dry_profile(folder, dtype, config), device=device)

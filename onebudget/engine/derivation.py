@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from onebudget.attention import backend_for
 from onebudget.budget.advice import Candidate
 from onebudget.budget.derive import derive_budget
-from onebudget.budget.ledger import DeviceLine, Ledger
+from onebudget.budget.ledger import DeviceLine, HostLine, Ledger
 from onebudget.budget.reserves import ReserveLine
 from onebudget.engine.probe import measure
 from onebudget.engine.station import fake_station
@@ -54,6 +54,7 @@ def engine_ledger(
         ),
         outside={"other_processes": others, "fragmentation": rounding_bytes - others},
         basis={"weights": "exact"},
+        host=[HostLine("sleep_backup", profile.model_bytes, "rank")] if config.enable_sleep else [],
         candidates=lambda wanted: _candidates(folder, facts, dtype, wanted, granule),
     )
 

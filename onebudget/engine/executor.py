@@ -16,8 +16,11 @@ from onebudget.resources import ResourceKind, ResourceManager, SequenceSlotManag
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from onebudget.buffers import Buffer
     from onebudget.config import BudgetConfig
     from onebudget.engine.model_runner import ModelRunner
+    from onebudget.engine.stages import Stages
+    from onebudget.models.load import LoadedModel
     from onebudget.resources.kv.manager import KVCacheManager
 
 logger = logging.getLogger(__name__)
@@ -160,6 +163,21 @@ class Executor:
         self.scheduler.remove(request)
         self.sampler.forget(request)
         self.resources.free(request)
+
+    def buffers_of(self, stage: str, model: LoadedModel) -> list[Buffer]:
+        """The device buffers of one sleeping stage."""
+        if stage == "model":
+            return [model.weights]
+        return [self.kv.pool.buffer] if stage == "kv_cache" else self.runner.workspace_buffers
+
+    def rebuild(self, stage: str, stages: Stages) -> None:
+        """New memory for a stage whose memory was lost; only for stages that lose their contents anyway."""
+        if stage == "kv_cache":
+            self.kv.pool.release()
+            with stages.open("kv_cache"):
+                self.kv.pool.allocate()
+        else:
+            self.runner.rebuild_workspace(stages)
 
     def shutdown(self) -> None:
         """Release managers, scratch and inputs. Requests still inside are cancelled."""

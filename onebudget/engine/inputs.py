@@ -11,7 +11,7 @@ from onebudget.attention.plan import ContextSpan, DecodePlan, StepPlan
 from onebudget.units import ceil_div
 
 if TYPE_CHECKING:
-    from onebudget.buffers import BufferManager
+    from onebudget.buffers import Buffer, BufferManager
     from onebudget.config import BudgetConfig
     from onebudget.core import Request, ScheduledBatch
     from onebudget.resources.kv.manager import KVCacheManager
@@ -24,12 +24,21 @@ class StaticInputs:
 
     def __init__(self, manager: BufferManager, config: BudgetConfig) -> None:
         self._tokens_per_block = config.tokens_per_block
+        self._manager = manager
+        self._config = config
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Take the memory; also after it was lost."""
+        config = self._config
         blocks = ceil_div(config.max_seq_len, config.tokens_per_block)
+        self.buffers: list[Buffer] = []
         with ExitStack() as undo:
 
             def take(elements: int) -> torch.Tensor:
-                buffer = manager.gpu(elements, "int64", owner=OWNER)
+                buffer = self._manager.gpu(elements, "int64", owner=OWNER)
                 undo.callback(buffer.release)
+                self.buffers.append(buffer)
                 return buffer.as_tensor()
 
             self.token_ids = take(config.max_num_tokens)
@@ -39,11 +48,13 @@ class StaticInputs:
             self.lengths = take(config.max_batch_size)
             self.blocks = take(config.max_batch_size * blocks)
             self.prefix_blocks = take(config.max_batch_size * blocks)
-            self._buffers = undo.pop_all()
+            undo.pop_all()
 
     def release(self) -> None:
         del self.token_ids, self.positions, self.slots, self.last_rows, self.lengths, self.blocks, self.prefix_blocks
-        self._buffers.close()
+        for buffer in self.buffers:
+            buffer.release()
+        self.buffers = []
 
     def fill(self, batch: ScheduledBatch, kv: KVCacheManager) -> tuple[int, int, StepPlan]:
         """Write one step; returns packed tokens, rows to sample, and what attention needs to know."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -14,6 +14,7 @@ from onebudget.device import open_device
 from onebudget.engine.admission import admitted_new_tokens
 from onebudget.engine.build import Engine, build_engine
 from onebudget.engine.measured import measured_terms
+from onebudget.engine.sleep import SleepReport
 from onebudget.engine.text import TextBuilder
 from onebudget.errors import ConfigError, RequestError, StateError
 from onebudget.models.files import resolve_model
@@ -190,6 +191,25 @@ class LLM:
         if session is not None:
             self.engine.executor.cancel(session.request)
 
+    # -- sleep ------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1, tags: Iterable[str] | None = None) -> SleepReport:
+        """Let memory leave the device between two requests; the KV cache loses its contents.
+
+        ``level`` 1 keeps the weights in host memory, 2 drops them too, to be read from their files again. ``tags``
+        chooses among ``model``, ``kv_cache`` and ``workspace``; None means all. The report says what came free and who
+        still holds what. Needs ``enable_sleep=True``; ``StateError`` while requests are running.
+        """
+        return self.engine.sleeper.sleep(level, tags)
+
+    def wake(self, tags: Iterable[str] | None = None) -> None:
+        """Bring back what sleeps, all or by tag, at the same addresses and with the same weights.
+
+        ``AllocationError`` with the numbers when the device has no room now; everything sleeps on then, and ``wake``
+        can be tried again.
+        """
+        self.engine.sleeper.wake(tags)
+
     # -- reports ----------------------------------------------------------------------------------------------
 
     def memory_report(self) -> dict[str, Any]:
@@ -275,6 +295,7 @@ class LLM:
         *,
         streaming: bool,
     ) -> list[_Session]:
+        self.engine.sleeper.require_awake()
         listed = _as_prompts(prompts)
         params = self._params_of(sampling_params, len(listed))
         return [self._submit(prompt, wanted, streaming) for prompt, wanted in zip(listed, params, strict=True)]

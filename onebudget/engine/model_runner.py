@@ -14,11 +14,12 @@ from onebudget.engine.inputs import StaticInputs
 from onebudget.workspace import ScratchBuffer
 
 if TYPE_CHECKING:
-    from onebudget.buffers import BufferManager
+    from onebudget.buffers import Buffer, BufferManager
     from onebudget.config import BudgetConfig
     from onebudget.core import ScheduledBatch
     from onebudget.device.base import Device
     from onebudget.engine.sampler import Sampler
+    from onebudget.engine.stages import Stages
     from onebudget.models.load import LoadedModel
     from onebudget.resources.kv.manager import KVCacheManager
 
@@ -36,6 +37,7 @@ class ModelRunner:
         kv: KVCacheManager,
         device: Device,
         manager: BufferManager,
+        stages: Stages,
         *,
         metered: bool,
     ) -> None:
@@ -43,8 +45,9 @@ class ModelRunner:
         self._kv = kv
         self._device = device
         self.metered = metered
-        self.inputs = StaticInputs(manager, config)
-        self.scratch = ScratchBuffer(manager)
+        with stages.open("workspace"):
+            self.inputs = StaticInputs(manager, config)
+        self.scratch = ScratchBuffer(manager, scope=lambda: stages.open("workspace"))
         self._backend = backend_for(model.facts)(kv.pool, self.scratch)
 
     def step(self, batch: ScheduledBatch, sampler: Sampler) -> list[int]:
@@ -78,6 +81,17 @@ class ModelRunner:
 
     def _meter(self) -> AbstractContextManager[object]:
         return StorageMeter(self._device) if self.metered else nullcontext()
+
+    @property
+    def workspace_buffers(self) -> list[Buffer]:
+        """Everything of the workspace stage that exists by now."""
+        return [*self.inputs.buffers, *self.scratch.buffers]
+
+    def rebuild_workspace(self, stages: Stages) -> None:
+        """New inputs and scratch after their memory was lost; nothing of them outlives a step."""
+        self.release()
+        with stages.open("workspace"):
+            self.inputs.allocate()
 
     def release(self) -> None:
         self.scratch.release()

@@ -13,6 +13,7 @@ from onebudget.budget.profile import ProfileResult
 from onebudget.core import Request, SamplingParams
 from onebudget.engine.executor import Executor
 from onebudget.engine.model_runner import ModelRunner
+from onebudget.engine.stages import Stages
 from onebudget.errors import AllocationError
 from onebudget.resources import KVCacheManager
 from onebudget.resources.kv.pool import KVLayout, KVPool
@@ -43,13 +44,13 @@ def build_executor(
     probe_lengths: Sequence[Sequence[int]] = (),
 ) -> Executor:
     """Pool, manager, runner and loop over ``num_blocks`` KV blocks; nothing is left when a part does not fit."""
-    kv = KVCacheManager(
-        KVPool(station.manager, kv_layout(station, config), num_blocks),
-        reuse=config.enable_block_reuse,
-        probe_lengths=probe_lengths,
-    )
+    with station.stages.open("kv_cache"):
+        pool = KVPool(station.manager, kv_layout(station, config), num_blocks)
+    kv = KVCacheManager(pool, reuse=config.enable_block_reuse, probe_lengths=probe_lengths)
     try:
-        runner = ModelRunner(station.model, config, kv, station.device, station.manager, metered=metered)
+        runner = ModelRunner(
+            station.model, config, kv, station.device, station.manager, station.stages, metered=metered
+        )
     except BaseException:
         kv.shutdown()
         raise
@@ -107,7 +108,8 @@ def _probe_executor(station: Station, config: BudgetConfig, batches: Sequence[Se
     needed = probe_pool(batches[0], config)
     pool = limit_probe_pool(replace(largest, dummy_blocks=needed.dummy_blocks), config, _cost(station), free_bytes)
     settings = resolve_probe_config(config, pool, free_bytes=free_bytes).config
-    executor = build_executor(station, settings, pool.blocks, metered=True, probe_lengths=batches)
+    awake = replace(station, stages=Stages(station.device))  # the probe's memory is gone before anything can sleep
+    executor = build_executor(awake, settings, pool.blocks, metered=True, probe_lengths=batches)
     try:
         yield executor
     finally:

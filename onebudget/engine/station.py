@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from onebudget.buffers import BufferManager
     from onebudget.device.base import Device
+    from onebudget.engine.stages import Stages
     from onebudget.models.load import LoadedModel
 
 
@@ -18,6 +19,7 @@ class Station:
     model: LoadedModel
     device: Device
     manager: BufferManager
+    stages: Stages
 
     def close(self) -> None:
         """Weights, then buffers, then the device. Safe after a failure."""
@@ -30,8 +32,10 @@ def fake_station(folder: Path, dtype: str, *, capacity_bytes: int = 2**60) -> St
     """The model's shapes on an accounting-only device: what runs there costs no memory and reads no weights."""
     from onebudget.buffers import BufferManager
     from onebudget.device import open_device
+    from onebudget.engine.stages import Stages
     from onebudget.models.load import meta_model, place_weights, read_facts
 
     device = open_device("fake", capacity_bytes=capacity_bytes)
     manager = BufferManager(device.create_stream())
-    return Station(place_weights(meta_model(folder, dtype), read_facts(folder), dtype, manager), device, manager)
+    model = place_weights(meta_model(folder, dtype), read_facts(folder), dtype, manager)
+    return Station(model, device, manager, Stages(device))

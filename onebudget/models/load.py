@@ -39,9 +39,23 @@ class LoadedModel:
     def weight_bytes(self) -> int:
         return self.weights.nbytes
 
-    def release(self) -> None:
-        self.module = None
+    def refill(self, module: Any) -> None:
+        """Write the values of a freshly loaded ``module`` of the same model into the tensors placed already."""
+        for (_, name, placed), (_, other, fresh) in zip(_tensors(self.module), _tensors(module), strict=True):
+            assert name == other and placed.shape == fresh.shape, (name, other)
+            placed.data.copy_(fresh.data)
+
+    def place_anew(self, module: Any, manager: BufferManager) -> None:
+        """Take ``module`` and new memory for it; what was lost is forgotten."""
         self.weights.release()
+        placed = place_weights(module, self.facts, self.dtype, manager)
+        self.module, self.weights = placed.module, placed.weights
+
+    def release(self) -> None:
+        """Drop the module, then its memory. Safe to call again."""
+        self.module = None
+        if not self.weights.released:
+            self.weights.release()
 
 
 def read_facts(folder: Path) -> ModelFacts:

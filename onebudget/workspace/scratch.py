@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,16 +17,24 @@ OWNER = "fixed_workspace"
 class ScratchBuffer:
     """Bytes that layers share one after the other.
 
-    ``require(n)`` keeps the storage while ``n`` fits and otherwise reallocates: the address changes and contents
-    are lost, so views are valid until the next ``require``. ``peak_bytes`` is the largest demand so far.
+    ``require(n)`` keeps the storage while ``n`` fits and otherwise reallocates: the address changes and contents are
+    lost, so views are valid until the next ``require``. ``peak_bytes`` is the largest demand so far. ``scope`` is
+    entered around every allocation.
     """
 
-    def __init__(self, manager: BufferManager) -> None:
+    def __init__(
+        self, manager: BufferManager, *, scope: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         self._manager = manager
+        self._scope = scope
         self._buffer: Buffer | None = None
         self.logical_bytes = 0
         self.peak_bytes = 0
         self.grow_count = 0
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        return [] if self._buffer is None else [self._buffer]
 
     @property
     def capacity_bytes(self) -> int:
@@ -41,7 +51,8 @@ class ScratchBuffer:
 
     def _grow(self, nbytes: int) -> None:
         self.release()
-        self._buffer = self._manager.gpu(nbytes, owner=OWNER)
+        with self._scope():
+            self._buffer = self._manager.gpu(nbytes, owner=OWNER)
         self.grow_count += 1
 
     def release(self) -> None:

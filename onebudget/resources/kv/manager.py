@@ -19,7 +19,8 @@ class KVCacheManager(BaseResourceManager):
     """Blocks are taken as tokens are computed; admission counts to completion, so taking never fails in service.
 
     With ``reuse`` the full blocks of a sequence stay readable after it, and a later request that starts with the same
-    tokens begins behind them. Dummies neither reuse nor are reused. ``probe_lengths`` are the prompt lengths of the profile's batches when this manager serves the profile.
+    tokens begins behind them. Dummies neither reuse nor are reused. ``probe_lengths`` are the prompt lengths of the
+    profile's batches when this manager serves the profile.
     """
 
     def __init__(self, pool: KVPool, *, reuse: bool = False, probe_lengths: Sequence[Sequence[int]] = ()) -> None:

@@ -54,9 +54,15 @@ class KVPool:
     def __init__(self, manager: BufferManager, layout: KVLayout, num_blocks: int) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self._buffer = manager.gpu(self.allocated_bytes // DTYPE_BYTES[layout.dtype], layout.dtype, owner=OWNER)
+        self._manager = manager
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Take the pool's memory and make its views; also after the memory was lost."""
+        layout = self.layout
+        self.buffer = self._manager.gpu(self.allocated_bytes // DTYPE_BYTES[layout.dtype], layout.dtype, owner=OWNER)
         sizes = [math.prod(shape) * self._slots for shape in layout.parts] * layout.num_layers
-        pages = iter(self._buffer.as_tensor().split(sizes))
+        pages = iter(self.buffer.as_tensor().split(sizes))
         self.parts = [[self._part(next(pages), shape) for shape in layout.parts] for _ in range(layout.num_layers)]
 
     @property
@@ -73,4 +79,5 @@ class KVPool:
     def release(self) -> None:
         """Drop the views, then the memory. Safe to call again."""
         self.parts = []
-        self._buffer.release()
+        if not self.buffer.released:
+            self.buffer.release()

@@ -64,9 +64,6 @@ class Buffer:
         what = f"{self.kind}, {self.dtype}{list(self.shape)}, {format_bytes(self.nbytes)}, {self.owner!r}"
         return f"Buffer({what}{state})"
 
-    def __len__(self) -> int:
-        return self.size
-
     def __enter__(self) -> Self:
         return self
 

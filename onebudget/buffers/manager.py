@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Self
 
 from onebudget.buffers.agreement import RankGroup
@@ -55,6 +56,14 @@ class BufferManager:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True) or self.device.closed:
+            return
+        # A finalizer may run inside any locked section, so the device does this when it next looks.
+        self.device.orphans.append(self._pinned_pool.close)
+        if self.trim_pool and self._pool is not None:
+            self.device.orphans.append(partial(self._pool.trim_to, 0))
 
     def gpu(self, size: Size, dtype: Any = "uint8", *, owner: str | None = None) -> Buffer:
         """Device memory: virtual where a scope is active, else stream-ordered from the pool, else blocking."""

@@ -356,8 +356,14 @@ class Device(ABC):
               touches: tuple[Touchable, ...]) -> None: ...  # fmt: skip
 
     def _synchronize(self) -> None:
+        first: Exception | None = None
         for stream in self.streams():
-            stream.synchronize()
+            try:
+                stream.synchronize()
+            except Exception as error:  # the others are waited for all the same
+                first = first or error
+        if first is not None:
+            raise first
 
     def _empty_cache(self) -> None:
         """Give back idle memory of the framework's own allocator, where it has one."""

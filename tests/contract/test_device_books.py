@@ -9,7 +9,7 @@ import pytest
 
 from onebudget.buffers import BufferManager
 from onebudget.device.base import Device
-from onebudget.errors import AllocationError, StateError
+from onebudget.errors import AllocationError, ConfigError, StateError
 from onebudget.units import GIB, KIB, MIB
 
 
@@ -195,6 +195,12 @@ def test_a_device_without_pool_support_never_tries(make_device: Any) -> None:
     device.faults.arm("pool")
     assert device.primary_pool() is None
     assert device.faults.calls.get("pool", 0) == 0
+
+
+def test_device_numbers_end_at_63(device: Device) -> None:
+    device.index = 64
+    with pytest.raises(ConfigError, match="63"):
+        device.primary_pool()
 
 
 def test_close_is_idempotent_and_refuses_from_then_on(device: Device) -> None:

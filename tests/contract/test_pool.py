@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -95,6 +96,16 @@ def test_closing_a_manager_trims_when_asked_to(device: Device) -> None:
         manager.close()
         manager.close()
         assert device.used_bytes() == reserved
+
+
+def test_a_dropped_manager_trims_like_a_closed_one(device: Device) -> None:
+    manager = BufferManager(device.create_stream(), trim_pool=True)
+    manager.gpu(4 * MIB).release()
+    manager.pinned_pool(5000).release()
+    assert (device.used_bytes(), device.host_bytes) == (4 * MIB, 8192)
+    del manager
+    gc.collect()
+    assert (device.used_bytes(), device.host_bytes) == (0, 0)
 
 
 def test_one_pool_serves_all_managers_of_a_device(device: Device) -> None:

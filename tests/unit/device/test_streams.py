@@ -139,6 +139,17 @@ def test_device_synchronize_raises_what_streams_kept(device: Device) -> None:
         device.synchronize()
 
 
+def test_device_synchronize_waits_for_all_streams_before_it_raises(device: Device) -> None:
+    first, second = device.create_stream(), device.create_stream()
+    done: list[int] = []
+    for stream in (first, second):
+        stream.launch(lambda: 1 // 0 and None)  # type: ignore[func-returns-value]
+        stream.launch(lambda: done.append(1))
+    with pytest.raises(ZeroDivisionError):
+        device.synchronize()
+    assert done == [1, 1]
+
+
 def test_closed_streams_finish_and_refuse(stream: QueueStream) -> None:
     order: list[int] = []
     stream.launch(lambda: order.append(1))

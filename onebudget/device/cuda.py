@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from onebudget.device.allocators import Pool
+    from onebudget.device.multicast import Multicast
     from onebudget.device.vmm import VirtualMemory
 
 log = logging.getLogger(__name__)
@@ -199,6 +200,12 @@ class CudaDevice(Device):
         self.context.call("cuMemsetD8Async", address, value, nbytes, order)
         if stream is None:
             self.context.call("cuStreamSynchronize", order)
+
+    def _make_multicast(self) -> Multicast:
+        raise DeviceError(
+            f"NVLS unsupported: {self.name} can multicast, but this version does not bind its memory",
+            call="make_multicast",
+        )
 
     def _close(self) -> None:
         with ExitStack() as last:  # in reverse, each whatever the others do

@@ -166,6 +166,15 @@ def test_work_on_memory_that_was_freed_is_refused(manager: BufferManager) -> Non
         device.fill(allocation.address, 0, 512, manager.stream, (allocation,))
 
 
+@pytest.mark.parametrize(("able", "message"), [(0, "has no multicast memory"), (1, "NVLS unsupported")])
+def test_multicast_is_refused(api: Any, open_cuda: Any, able: int, message: str) -> None:
+    api.abilities["MULTICAST_SUPPORTED"] = able
+    manager = BufferManager(open_cuda().create_stream())
+    with pytest.raises(DeviceError, match=message):
+        manager.ipc_nvls({0}, 1000)
+    assert manager.device.account.blocking_bytes == 0
+
+
 def test_closing_gives_everything_back(api: Any, device: CudaDevice) -> None:
     manager = BufferManager(device.create_stream())
     buffers = [manager.gpu(10), manager.gpu_sync(10), manager.managed(10), manager.pinned(10), manager.pinned_pool(10)]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from onebudget import LLM, AllocationError, ConfigError, DeviceError, SamplingParams, StateError
 from onebudget.buffers.virtual import virtual_memory_manager
 

@@ -15,7 +15,7 @@ __all__ = ["backend_class", "backend_for"]
 
 def backend_for(model: ModelFacts) -> type[AttentionBackend]:
     """The backend that runs this model's layers."""
-    return backend_class("gather")
+    return backend_class("mla" if "latent" in model.layers else "gather")
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
@@ -24,4 +24,8 @@ def backend_class(name: str) -> type[AttentionBackend]:
         from onebudget.attention.gather import GatherBackend
 
         return GatherBackend
-    raise ConfigError.for_field("attention_backend", name, "'gather'")
+    if name == "mla":
+        from onebudget.attention.mla import LatentBackend
+
+        return LatentBackend
+    raise ConfigError.for_field("attention_backend", name, "'gather' or 'mla'")

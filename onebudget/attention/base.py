@@ -25,14 +25,20 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
+    kv_dtypes: ClassVar[frozenset[str]] = frozenset({"auto"})
+    """Values of the ``kv_cache_dtype`` knob that this backend can store."""
 
-    def __init__(self, pool: KVPool, scratch: ScratchBuffer) -> None:
+    def __init__(self, pool: KVPool, scratch: ScratchBuffer, model: ModelFacts, dtype: str) -> None:
+        """``dtype``: torch's name of the computing dtype."""
         self._pool = pool
         self._scratch = scratch
 
     @classmethod
-    def workspace_bytes_per_token(cls, model: ModelFacts, kv_dtype_bytes: int) -> int:
-        """Scratch bytes per attended token of prompt pieces in one step."""
+    def workspace_bytes_per_token(cls, model: ModelFacts, element_bytes: int) -> int:
+        """Scratch bytes per attended token of prompt pieces in one step, beyond the fixed bytes.
+
+        ``element_bytes``: size of an element of the computing dtype, in which scratch is kept.
+        """
         return 0
 
     @classmethod
@@ -41,7 +47,7 @@ class AttentionBackend(ABC):
         return True
 
     @classmethod
-    def workspace_fixed_bytes(cls, model: ModelFacts, kv_dtype_bytes: int, config: BudgetConfig) -> int:
+    def workspace_fixed_bytes(cls, model: ModelFacts, element_bytes: int, config: BudgetConfig) -> int:
         """Scratch bytes that exist whatever the batch; reserved whole."""
         return 0
 
@@ -64,11 +70,16 @@ class AttentionBackend(ABC):
         *,
         scale: float,
         sliding_window: int | None,
+        up_projection: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write this step's K/V to their pages and attend.
 
         query ``[1, heads, tokens, head_dim]``, key and value ``[1, kv_heads, tokens, head_dim]``;
         returns ``[1, tokens, heads, head_dim]``.
+
+        A latent layer gives its two latents in place of key and value, ``[1, 1, tokens, rank]`` and
+        ``[1, 1, tokens, rope_dim]``, and with ``up_projection`` ``[heads * (nope_dim + value_dim), rank]`` the weight
+        that would expand them.
         """
 
 

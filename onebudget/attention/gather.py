@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from onebudget.attention.base import AttentionBackend
+from onebudget.attention.kernels import additive_mask, flash
 from onebudget.units import align_up
 
 if TYPE_CHECKING:
@@ -22,48 +23,24 @@ if TYPE_CHECKING:
     from onebudget.workspace import ScratchBuffer
 
 
-def _flash(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's CPU flash kernel: the output and the log-sum-exp of each query.
-
-    Called by name: on meta tensors ``F.scaled_dot_product_attention`` would pick another kernel than on CPU, and a dry
-    run must allocate what the real run allocates.
-    """
-    attended, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, keys, values, 0.0, causal, attn_mask=mask, scale=scale
-    )
-    return attended, weight
-
-
 class GatherBackend(AttentionBackend):
     name: ClassVar[str] = "gather"
 
-    def __init__(self, pool: KVPool, scratch: ScratchBuffer) -> None:
-        super().__init__(pool, scratch)
+    def __init__(self, pool: KVPool, scratch: ScratchBuffer, model: ModelFacts, dtype: str) -> None:
+        super().__init__(pool, scratch, model, dtype)
         self._plan: StepPlan | None = None
         self._masks: dict[int | None, torch.Tensor] = {}
         self._stages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @classmethod
-    def workspace_bytes_per_token(cls, model: ModelFacts, kv_dtype_bytes: int) -> int:
-        """K and V of one attended token in one layer; layers share the scratch."""
-        return 2 * model.num_kv_heads * model.head_dim * kv_dtype_bytes
-
-    @classmethod
-    def workspace_fixed_bytes(cls, model: ModelFacts, kv_dtype_bytes: int, config: BudgetConfig) -> int:
+    def workspace_fixed_bytes(cls, model: ModelFacts, element_bytes: int, config: BudgetConfig) -> int:
         """The staging area of the largest decode batch: every sequence padded to the longest possible one.
 
-        A prompt piece that continues stages one sequence at a time and fits in it.
+        Prompt pieces that continue stage their prefix in it, one sequence at a time, so they take nothing beyond it
+        however much they attend to: the rate per attended token is 0.
         """
         rows = config.max_batch_size * align_up(config.max_seq_len, config.tokens_per_block)
-        return rows * cls.workspace_bytes_per_token(model, kv_dtype_bytes)
+        return rows * 2 * model.num_kv_heads * model.head_dim * element_bytes
 
     @classmethod
     def page_parts(cls, model: ModelFacts) -> tuple[tuple[int, ...], ...]:
@@ -90,9 +67,10 @@ class GatherBackend(AttentionBackend):
         *,
         scale: float,
         sliding_window: int | None,
+        up_projection: torch.Tensor | None = None,
     ) -> torch.Tensor:
         plan = self._plan
-        assert plan is not None
+        assert plan is not None and up_projection is None
         for page, computed in zip(self._pool.parts[layer], (key, value), strict=True):
             page.slots.index_copy_(0, plan.slots, computed[0].transpose(0, 1))
         if not plan.contexts:
@@ -121,10 +99,10 @@ class GatherBackend(AttentionBackend):
         own_keys, own_values = key[:, :, rows], value[:, :, rows]
         if window is not None and span.attended > window:
             return self._windowed_context(layer, piece, own_keys, own_values, span, scale, window)
-        attended, own_weight = _flash(piece, own_keys, own_values, causal=True, scale=scale)
+        attended, own_weight = flash(piece, own_keys, own_values, causal=True, scale=scale)
         if span.prefix_tokens:
             keys, values = self._prefix(layer, span)
-            before, prefix_weight = _flash(piece, keys, values, causal=False, scale=scale)
+            before, prefix_weight = flash(piece, keys, values, causal=False, scale=scale)
             share = torch.sigmoid(prefix_weight - own_weight).to(attended.dtype)
             attended = attended.lerp(before, share[..., None])
         return attended.transpose(1, 2)
@@ -143,7 +121,7 @@ class GatherBackend(AttentionBackend):
             keys, values = self._prefix(layer, span)
             own_keys, own_values = torch.cat([keys, own_keys], 2), torch.cat([values, own_values], 2)
         mask = _window_mask(span, window, piece)
-        attended, _ = _flash(piece, own_keys, own_values, causal=False, scale=scale, mask=mask)
+        attended, _ = flash(piece, own_keys, own_values, causal=False, scale=scale, mask=mask)
         return attended.transpose(1, 2)
 
     def _prefix(self, layer: int, span: ContextSpan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,7 +140,7 @@ class GatherBackend(AttentionBackend):
         # Query heads that share a KV head ride as rows of one query: K and V are read once for the whole group.
         grouped = query.view(kv_heads, heads // kv_heads, decode.sequences, head_dim).permute(2, 0, 1, 3)
         mask = self._decode_mask(window, query)
-        attended, _ = _flash(grouped, keys, values, causal=False, scale=scale, mask=mask)
+        attended, _ = flash(grouped, keys, values, causal=False, scale=scale, mask=mask)
         return attended.reshape(1, decode.sequences, heads, head_dim)
 
     def _stage(self, layer: int, blocks: torch.Tensor, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,7 +165,7 @@ class GatherBackend(AttentionBackend):
             hidden = positions >= lengths
             if window is not None:
                 hidden = hidden | (positions < lengths - window)
-            self._masks[window] = _additive(hidden, query)[:, None, None, :]
+            self._masks[window] = additive_mask(hidden, query)[:, None, None, :]
         return self._masks[window]
 
 
@@ -204,9 +182,4 @@ def _window_mask(span: ContextSpan, window: int, query: torch.Tensor) -> torch.T
     """Additive ``[1, 1, tokens, attended]``: causal for a piece that ends at ``attended``, cut to the window."""
     keys = torch.arange(span.attended, device=query.device)
     queries = torch.arange(span.attended - span.tokens, span.attended, device=query.device)[:, None]
-    return _additive((keys > queries) | (keys <= queries - window), query)[None, None]
-
-
-def _additive(hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """0 where visible and minus infinity where hidden, in the dtype the kernel wants beside ``like``."""
-    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
+    return additive_mask((keys > queries) | (keys <= queries - window), query)[None, None]

@@ -48,7 +48,7 @@ class ModelRunner:
         with stages.open("workspace"):
             self.inputs = StaticInputs(manager, config)
         self.scratch = ScratchBuffer(manager, scope=lambda: stages.open("workspace"))
-        self._backend = backend_for(model.facts)(kv.pool, self.scratch)
+        self._backend = backend_for(model.facts)(kv.pool, self.scratch, model.facts, model.dtype)
 
     def step(self, batch: ScheduledBatch, sampler: Sampler) -> list[int]:
         """Run the batch; one token for each prompt that ends in this step and each generating request, in order."""

@@ -14,6 +14,8 @@ from onebudget.errors import ModelError
 LayerKind = Literal["full", "sliding", "linear", "latent"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_DTYPE_BYTES = {**DTYPE_BYTES, "float8_e4m3fn": 1}
+_KV_TORCH_NAMES = {"fp8_e4m3": "float8_e4m3fn"}
 _LAYER_KINDS: Mapping[str, LayerKind] = {
     "full_attention": "full",
     "attention": "full",
@@ -26,10 +28,30 @@ _LAYER_KINDS: Mapping[str, LayerKind] = {
 
 
 @dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Widths of multi-head latent attention (MLA): a token is cached as ``rank`` compressed elements and ``rope_dim``
+    elements of one key that all heads share; a head's key has ``nope_dim + rope_dim`` elements, its value
+    ``value_dim``."""
+
+    rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+
+    @property
+    def cached_dim(self) -> int:
+        return self.rank + self.rope_dim
+
+    @property
+    def key_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Shape of one model. Sizes in elements; ``layers`` holds one kind per layer, first to last.
 
-    ``latent_dim`` is the width a latent (MLA) layer caches per token, 0 elsewhere.
+    ``latent_dim`` is the width a latent (MLA) layer caches per token, 0 elsewhere; ``latent`` has its parts.
     """
 
     name: str
@@ -46,6 +68,7 @@ class ModelFacts:
     sliding_window: int | None = None
     latent_dim: int = 0
     quantization: str | None = None
+    latent: LatentShape | None = None
 
     def kv_elements_per_token(self) -> int:
         """Cached elements of one token over all layers that cache per token (K and V, or one latent)."""
@@ -55,7 +78,12 @@ class ModelFacts:
 
     def cache_cost(self, kv_dtype: str) -> CacheCost:
         """Bytes of KV cache per token: elements times the bytes of ``kv_dtype`` (one rank, no states)."""
-        return CacheCost(slope=self.kv_elements_per_token() * DTYPE_BYTES[kv_dtype])
+        return CacheCost(slope=self.kv_elements_per_token() * KV_DTYPE_BYTES[kv_dtype])
+
+
+def kv_dtype_name(knob: str, model_dtype: str) -> str:
+    """torch's name of the cache's dtype for the ``kv_cache_dtype`` knob; ``auto`` is the model's own."""
+    return _KV_TORCH_NAMES.get(knob, model_dtype)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -111,13 +139,28 @@ def facts_from_config(config: Mapping[str, Any], *, name: str = "") -> ModelFact
         sliding_window=_window(text),
         latent_dim=latent,
         quantization=None if not quantization else str(quantization.get("quant_method", "unknown")),
+        latent=_latent_shape(text) if latent else None,
     )
+
+
+def _latent_shape(text: Mapping[str, Any]) -> LatentShape | None:
+    """None when the config leaves the widths of the heads open: the cache's cost is known even then."""
+    try:
+        return LatentShape(
+            rank=int(text["kv_lora_rank"]),
+            rope_dim=int(text["qk_rope_head_dim"]),
+            nope_dim=int(text["qk_nope_head_dim"]),
+            value_dim=int(text["v_head_dim"]),
+        )
+    except (KeyError, TypeError):
+        return None
 
 
 def _layer_kinds(text: Mapping[str, Any], num_layers: int, latent: int) -> tuple[LayerKind, ...]:
     declared = text.get("layer_types")
     if declared:
-        return tuple(_layer_kind(kind) for kind in declared)
+        kinds = tuple(_layer_kind(kind) for kind in declared)
+        return tuple("latent" if latent and kind == "full" else kind for kind in kinds)
     if latent:
         kind: LayerKind = "latent"
     else:

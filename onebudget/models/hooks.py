@@ -7,12 +7,16 @@ hands extra keyword arguments down to its attention.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface
 
 from onebudget.attention.base import current_backend
+from onebudget.errors import ModelError
+
+if TYPE_CHECKING:
+    from onebudget.models.facts import ModelFacts
 
 ATTENTION_NAME = "onebudget"
 
@@ -28,13 +32,54 @@ def paged_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature: q ``[1, heads, tokens, dim]`` in, ``[1, tokens, heads, dim]`` out."""
+    """transformers' attention signature: q ``[1, heads, tokens, dim]`` in, ``[1, tokens, heads, dim]`` out.
+
+    From a latent attention that ``keep_latent`` prepared, key and value are the two latents.
+    """
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
-    output = current_backend.get().forward(layer, query, key, value, scale=scale, sliding_window=sliding_window)
+    latent = hasattr(module, "expand_kv")
+    output = current_backend.get().forward(
+        layer, query, key, value,
+        scale=scale, sliding_window=sliding_window,
+        up_projection=module.kv_b_proj.weight if latent else None,  # type: ignore[union-attr, arg-type]
+    )  # fmt: skip
     return output, None
 
 
 def register() -> None:
     """Make ``attn_implementation="onebudget"`` known to transformers. Safe to call again."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+def keep_latent(model: torch.nn.Module, facts: ModelFacts) -> None:
+    """Let every latent attention of ``model`` hand over its latents instead of the keys and values they expand to.
+
+    Does nothing for other models. Raises ``ModelError`` for latent attention of a form that our backend can't compute.
+    """
+    if "latent" not in facts.layers:
+        return
+    found = [module for module in model.modules() if hasattr(module, "expand_kv")]
+    reason = _why_unusable(found, facts)
+    if reason is not None:
+        raise ModelError(f"{facts.name} can't run: {reason}.")
+    for module in found:
+        module.expand_kv = _as_given  # type: ignore[assignment]
+
+
+def _as_given(compressed: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return compressed, rotary
+
+
+def _why_unusable(found: list[torch.nn.Module], facts: ModelFacts) -> str | None:
+    if facts.latent is None:
+        return "its config names no head sizes for the latent attention (qk_nope_head_dim, v_head_dim)"
+    if facts.latent.value_dim > facts.latent.key_dim:
+        return f"values of {facts.latent.value_dim} elements are wider than keys of {facts.latent.key_dim}"
+    if facts.sliding_window is not None:
+        return "latent attention with a sliding window is not built yet"
+    if sorted(module.layer_idx for module in found) != list(range(len(facts.layers))):  # type: ignore[type-var]
+        return f"{len(found)} latent attentions in {len(facts.layers)} layers, and one each is expected"
+    if any(getattr(module, "indexer", None) is not None for module in found):
+        return "sparse latent attention (an indexer chooses what is attended) is not built yet"
+    return None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 OWNER = "weights"
 _TENSOR_ALIGNMENT_BYTES = 64  # a cache line, and wide enough for any vector load
 _TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_RUNNABLE_LAYERS = {"full", "sliding"}
+_RUNNABLE_LAYERS = {"full", "sliding", "latent"}
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ def read_facts(folder: Path) -> ModelFacts:
     foreign = sorted(set(facts.layers) - _RUNNABLE_LAYERS)
     if foreign:
         raise ModelError(
-            f"{folder} has {' and '.join(foreign)} layers; this engine runs full and sliding attention only."
+            f"{folder} has {' and '.join(foreign)} layers; this engine runs full, sliding and latent attention only."
         )
     return facts
 
@@ -101,8 +101,10 @@ def meta_model(folder: Path, dtype: str) -> Any:
 def place_weights(module: Any, facts: ModelFacts, dtype: str, manager: BufferManager) -> LoadedModel:
     """Move every parameter and buffer into one device buffer, tensor by tensor; tied tensors stay tied.
 
-    ``AllocationError`` when the device has no room; the module is unchanged then.
+    ``AllocationError`` when the device has no room; the module's tensors are unchanged then. ``ModelError`` when its
+    attention is of a form we can't take over.
     """
+    hooks.keep_latent(module, facts)
     weights = manager.gpu(weight_bytes(module), owner=OWNER)
     storage, offset = weights.as_tensor(), 0
     placed: dict[int, torch.Tensor] = {}

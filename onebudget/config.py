@@ -45,7 +45,9 @@ class BudgetConfig:
     max_num_tokens: int = _knob(2048, knobs.count(1), "most tokens computed in one step")
     max_beam_width: int = _knob(1, knobs.count(1, 1), "beams per request; beam search is not built yet")
     tokens_per_block: int = _knob(32, knobs.count(1), "tokens in one KV block")
-    kv_cache_dtype: str = _knob("auto", knobs.choice("auto"), "dtype of the KV pool; auto: the model's")
+    kv_cache_dtype: str = _knob(
+        "auto", knobs.choice("auto", "fp8_e4m3", aliases={"fp8": "fp8_e4m3"}), "dtype of the KV pool; auto: the model's"
+    )
     kv_cache_manager: str = _knob("v1", knobs.choice("v1", "v2"), "v1 counts tokens, v2 keeps a byte quota")
     enable_block_reuse: bool = _knob(True, knobs.flag(), "reuse KV blocks of equal prefixes")
     enable_chunked_prefill: bool = _knob(True, knobs.flag(), "compute long prompts in chunks")

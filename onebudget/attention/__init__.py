@@ -10,12 +10,23 @@ if TYPE_CHECKING:
     from onebudget.attention.base import AttentionBackend
     from onebudget.models.facts import ModelFacts
 
-__all__ = ["backend_class", "backend_for"]
+__all__ = ["backend_class", "backend_for", "check_kv_dtype"]
 
 
 def backend_for(model: ModelFacts) -> type[AttentionBackend]:
     """The backend that runs this model's layers."""
     return backend_class("mla" if "latent" in model.layers else "gather")
+
+
+def check_kv_dtype(model: ModelFacts, kv_cache_dtype: str) -> None:
+    """Refuse a ``kv_cache_dtype`` that this model's backend can't store."""
+    backend = backend_for(model)
+    if kv_cache_dtype not in backend.kv_dtypes:
+        allowed = (
+            f"{' or '.join(repr(name) for name in sorted(backend.kv_dtypes))} for {model.name}: its {backend.name} "
+            "backend keeps K and V in the model's own dtype, and only latent attention can store FP8 yet"
+        )
+        raise ConfigError.for_field("kv_cache_dtype", kv_cache_dtype, allowed)
 
 
 def backend_class(name: str) -> type[AttentionBackend]:

@@ -12,6 +12,7 @@ from onebudget.errors import BudgetError
 from onebudget.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
+    from onebudget.budget.context_workspace import ContextWorkspace
     from onebudget.budget.cost import CacheCost
     from onebudget.budget.profile import ProfileResult
     from onebudget.budget.reserves import ReserveLine
@@ -31,13 +32,14 @@ _UNKNOWN_PRICE = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A change worth simulating. Whatever is left None stays as it is; a change that alters what the probe would see or
-    what a token costs must bring its own profile, cost or reserves."""
+    """A change worth simulating. Whatever is left None stays as it is; a change that alters what the probe would see,
+    what a token costs or what is declared must bring its own profile, cost, reserves or context workspace."""
 
     set: Mapping[str, Any]
     profile: ProfileResult | None = None
     cost: CacheCost | None = None
     reserves: tuple[ReserveLine, ...] | None = None
+    context_workspace: ContextWorkspace | None = None
     total_bytes: int | None = None
 
 
@@ -92,7 +94,7 @@ def _simulated(inputs: Inputs, now: Shares, candidate: Candidate, simulate: Simu
 
 def _apply(inputs: Inputs, candidate: Candidate) -> Inputs:
     config = inputs.config.replace(**candidate.set)
-    workspace = inputs.context_workspace
+    workspace = candidate.context_workspace or inputs.context_workspace
     if workspace and workspace.kv_len_cap and "context_kv_len_cap" in candidate.set:
         workspace = replace(workspace, kv_len_cap=min(workspace.kv_len_cap, candidate.set["context_kv_len_cap"]))
     total = candidate.total_bytes or candidate.set.get("device_memory") or inputs.total_bytes

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from onebudget.attention import check_kv_dtype
 from onebudget.budget.profile import ProfileResult
 from onebudget.buffers import BufferManager
 from onebudget.config import BudgetConfig, resolve_max_seq_len
@@ -56,6 +57,7 @@ def build_engine(
     with ExitStack() as undo:
         undo.callback(device.close)
         facts = load.read_facts(folder)
+        check_kv_dtype(facts, config.kv_cache_dtype)
         config = resolve_max_seq_len(config, facts.max_position).config
         dtype = load.choose_dtype(config.dtype, facts, device.torch_device)
         tokenizer = load.load_tokenizer(folder)
@@ -68,7 +70,8 @@ def build_engine(
         undo.callback(station.model.release)
         ledger = engine_ledger(folder, facts, dtype, config, profile, device=device, rounding_bytes=rounding)
         device.reset_peak()
-        executor = build_executor(station, config, ledger.kv_cache.blocks, metered=True)
+        cap = ledger.admission.attended_tokens_cap
+        executor = build_executor(station, config, ledger.kv_cache.blocks, metered=True, attended_tokens_cap=cap)
         undo.callback(executor.shutdown)
         with station.stages.open("warm_up"):
             _warm_up(executor, config, progress)

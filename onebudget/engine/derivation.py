@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from onebudget.attention import backend_for
 from onebudget.budget.advice import Candidate
+from onebudget.budget.context_workspace import ContextWorkspace, context_workspace_for
 from onebudget.budget.derive import derive_budget
 from onebudget.budget.ledger import DeviceLine, HostLine, Ledger
 from onebudget.budget.reserves import ReserveLine
-from onebudget.engine.probe import measure
+from onebudget.engine.probe import kv_cost, measure
 from onebudget.engine.station import fake_station
 from onebudget.models.facts import DTYPE_BYTES
 from onebudget.report.progress import SilentProgress
@@ -41,9 +42,10 @@ def engine_ledger(
     return derive_budget(
         config,
         profile,
-        facts.cache_cost(dtype),
+        kv_cost(facts, dtype, config),
         reserves(facts, dtype, config, granule),
         total_bytes=device.total_bytes,
+        context_workspace=_context_workspace(facts, dtype, config),
         model=facts.name,
         device=DeviceLine(
             name=device.name,
@@ -68,7 +70,7 @@ def reserves(facts: ModelFacts, dtype: str, config: BudgetConfig, granule_bytes:
 
 
 def _attention_reserves(facts: ModelFacts, dtype: str, config: BudgetConfig, granule_bytes: int) -> list[ReserveLine]:
-    """Scratch that is first used by decode, after the prefill peak."""
+    """Scratch whose size the load does not change: most of it is first used by decode, after the prefill peak."""
     backend = backend_for(facts)
     scratch_bytes = backend.workspace_fixed_bytes(facts, DTYPE_BYTES[dtype], config)
     return [
@@ -82,13 +84,26 @@ def _attention_reserves(facts: ModelFacts, dtype: str, config: BudgetConfig, gra
     ]
 
 
+def _context_workspace(facts: ModelFacts, dtype: str, config: BudgetConfig) -> ContextWorkspace | None:
+    """Scratch that grows with what prompts attend to, as their backend declares it."""
+    backend = backend_for(facts)
+    rate = backend.workspace_bytes_per_token(facts, DTYPE_BYTES[dtype])
+    return context_workspace_for(config, rate, chunk_bounded=backend.workspace_is_chunk_bounded(facts))
+
+
 def _rounding_reserves(facts: ModelFacts, dtype: str, config: BudgetConfig, granule_bytes: int) -> list[ReserveLine]:
-    """What the pool's last page may waste; nothing where blocks are whole pages."""
-    block_bytes = facts.cache_cost(dtype).slope * config.tokens_per_block
-    if block_bytes % granule_bytes == 0:
-        return []
-    reason = f"the pool rounds up to pages of {granule_bytes} B"
-    return [ReserveLine("fragmentation", granule_bytes - 1, reason=reason, owner="device")]
+    """What the last page of the pool may waste, and that of the scratch where it is cut from the pool; nothing where
+    the sizes are whole pages."""
+    block_bytes = kv_cost(facts, dtype, config).slope * config.tokens_per_block
+    cut = _context_workspace(facts, dtype, config)
+    rounded = {"the pool": block_bytes, "the context workspace": cut.bytes_per_token if cut else 0}
+    return [
+        ReserveLine(
+            "fragmentation", granule_bytes - 1, reason=f"{what} rounds up to pages of {granule_bytes} B", owner="device"
+        )
+        for what, unit_bytes in rounded.items()
+        if unit_bytes % granule_bytes
+    ]
 
 
 def dry_profile(folder: Path, dtype: str, config: BudgetConfig) -> ProfileResult:
@@ -117,6 +132,7 @@ def _candidates(
         yield Candidate(
             set=change,
             profile=dry_profile(folder, wanted_dtype, wanted),
-            cost=facts.cache_cost(wanted_dtype),
+            cost=kv_cost(facts, wanted_dtype, wanted),
+            context_workspace=_context_workspace(facts, wanted_dtype, wanted),
             reserves=tuple(reserves(facts, wanted_dtype, wanted, granule_bytes)),
         )

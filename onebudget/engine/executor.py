@@ -140,6 +140,7 @@ class Executor:
     def _fail(self, requests: list[Request], error: Exception) -> list[Request]:
         """Refuse the requests of a failed step, not the process."""
         logger.debug("step failed", exc_info=error)
+        self.counters.deferred = self.scheduler.deferred
         self.counters.failed_steps += 1
         self.last_error = error
         for request in requests:

@@ -353,7 +353,7 @@ class LLM:
 
 
 _UNBUILT_KNOBS = {
-    "avg_seq_len", "context_kv_len_cap", "cross_kv_fraction", "disk_cache_bytes",
+    "avg_seq_len", "cross_kv_fraction", "disk_cache_bytes",
     "enable_penalties", "host_cache_bytes", "max_attention_window", "max_util_for_resume", "pool_ratio",
     "skip_estimation",
 }  # fmt: skip

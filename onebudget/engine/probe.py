@@ -15,6 +15,7 @@ from onebudget.engine.executor import Executor
 from onebudget.engine.model_runner import ModelRunner
 from onebudget.engine.stages import Stages
 from onebudget.errors import AllocationError
+from onebudget.models.facts import kv_dtype_name
 from onebudget.resources import KVCacheManager
 from onebudget.resources.kv.pool import KVLayout, KVPool
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from onebudget.budget.cost import CacheCost
     from onebudget.config import BudgetConfig
     from onebudget.engine.station import Station
+    from onebudget.models.facts import ModelFacts
     from onebudget.report.progress import Progress
 
 DUMMY_TOKEN_ID = 1
@@ -32,7 +34,13 @@ _COSTLY_SAMPLING = SamplingParams(max_tokens=1, temperature=1.0, top_k=50, top_p
 def kv_layout(station: Station, config: BudgetConfig) -> KVLayout:
     facts = station.model.facts
     parts = backend_for(facts).page_parts(facts)
-    return KVLayout(len(facts.layers), config.tokens_per_block, parts, station.model.dtype)
+    dtype = kv_dtype_name(config.kv_cache_dtype, station.model.dtype)
+    return KVLayout(len(facts.layers), config.tokens_per_block, parts, dtype)
+
+
+def kv_cost(facts: ModelFacts, dtype: str, config: BudgetConfig) -> CacheCost:
+    """Cost of the cache of a model that computes in ``dtype``, in the dtype the config stores it in."""
+    return facts.cache_cost(kv_dtype_name(config.kv_cache_dtype, dtype))
 
 
 def build_executor(
@@ -42,11 +50,20 @@ def build_executor(
     *,
     metered: bool,
     probe_lengths: Sequence[Sequence[int]] = (),
+    attended_tokens_cap: int | None = None,
 ) -> Executor:
-    """Pool, manager, runner and loop over ``num_blocks`` KV blocks; nothing is left when a part does not fit."""
+    """Pool, manager, runner and loop over ``num_blocks`` KV blocks; nothing is left when a part does not fit.
+
+    ``attended_tokens_cap`` is the admission cap of an engine that serves; a probe has none.
+    """
     with station.stages.open("kv_cache"):
         pool = KVPool(station.manager, kv_layout(station, config), num_blocks)
-    kv = KVCacheManager(pool, reuse=config.enable_block_reuse, probe_lengths=probe_lengths)
+    kv = KVCacheManager(
+        pool,
+        reuse=config.enable_block_reuse,
+        probe_lengths=probe_lengths,
+        attended_tokens_cap=attended_tokens_cap,
+    )
     try:
         runner = ModelRunner(
             station.model, config, kv, station.device, station.manager, station.stages, metered=metered
@@ -106,7 +123,8 @@ def _probe_executor(station: Station, config: BudgetConfig, batches: Sequence[Se
     free_bytes = station.device.free_bytes()
     largest = max((probe_pool(lengths, config) for lengths in batches), key=lambda pool: pool.blocks)
     needed = probe_pool(batches[0], config)
-    pool = limit_probe_pool(replace(largest, dummy_blocks=needed.dummy_blocks), config, _cost(station), free_bytes)
+    cost = kv_cost(station.model.facts, station.model.dtype, config)
+    pool = limit_probe_pool(replace(largest, dummy_blocks=needed.dummy_blocks), config, cost, free_bytes)
     settings = resolve_probe_config(config, pool, free_bytes=free_bytes).config
     awake = replace(station, stages=Stages(station.device))  # the probe's memory is gone before anything can sleep
     executor = build_executor(awake, settings, pool.blocks, metered=True, probe_lengths=batches)
@@ -115,10 +133,6 @@ def _probe_executor(station: Station, config: BudgetConfig, batches: Sequence[Se
     finally:
         executor.shutdown()
         station.device.empty_cache()
-
-
-def _cost(station: Station) -> CacheCost:
-    return station.model.facts.cache_cost(station.model.dtype)
 
 
 def run_dummies(executor: Executor, lengths: Sequence[int]) -> None:

@@ -63,17 +63,23 @@ class BlockPool:
 
     def claim_prefix(self, token_ids: Sequence[int], tokens_per_block: int) -> list[int]:
         """Hold the longest chain of kept blocks that ``token_ids`` starts with; returns them first to last."""
-        claimed: list[int] = []
+        claimed = self.find_prefix(token_ids, tokens_per_block)
+        for block in claimed:
+            self._evictable.pop(block, None)
+            self._holders[block] += 1
+        return claimed
+
+    def find_prefix(self, token_ids: Sequence[int], tokens_per_block: int) -> list[int]:
+        """The chain that ``claim_prefix`` would hold now."""
+        found: list[int] = []
         parent = NO_PARENT
         for start in range(0, len(token_ids) - tokens_per_block + 1, tokens_per_block):
             block = self._tree.get((parent, tuple(token_ids[start : start + tokens_per_block])))
             if block is None:
                 break
-            self._evictable.pop(block, None)
-            self._holders[block] += 1
-            claimed.append(block)
+            found.append(block)
             parent = block
-        return claimed
+        return found
 
     def store(self, table: Sequence[int], token_ids: Sequence[int], tokens_per_block: int) -> None:
         """Keep a held sequence's full blocks for reuse.

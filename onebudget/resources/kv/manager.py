@@ -20,13 +20,22 @@ class KVCacheManager(BaseResourceManager):
 
     With ``reuse`` the full blocks of a sequence stay readable after it, and a later request that starts with the same
     tokens begins behind them. Dummies neither reuse nor are reused. ``probe_lengths`` are the prompt lengths of the
-    profile's batches when this manager serves the profile.
+    profile's batches when this manager serves the profile. ``attended_tokens_cap``: cached and computed prompt tokens
+    that the prompts of one step may attend to together; None is no cap, 0 lets one prompt in.
     """
 
-    def __init__(self, pool: KVPool, *, reuse: bool = False, probe_lengths: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        *,
+        reuse: bool = False,
+        probe_lengths: Sequence[Sequence[int]] = (),
+        attended_tokens_cap: int | None = None,
+    ) -> None:
         self.pool = pool
         self.tokens_per_block = pool.layout.tokens_per_block
         self._probe_lengths = probe_lengths
+        self.attended_tokens_cap = attended_tokens_cap
         self.blocks = BlockPool(pool.num_blocks)
         self._reuse = reuse
         self._tables: dict[int, list[int]] = {}
@@ -62,10 +71,19 @@ class KVCacheManager(BaseResourceManager):
 
         At least the last prompt token is left, because its logits are wanted.
         """
-        reusable = request.prompt_token_ids[: request.prompt_tokens - 1] if self._reuse and not request.is_dummy else []
-        table = self.blocks.claim_prefix(reusable, self.tokens_per_block)
+        table = self.blocks.claim_prefix(self._reusable(request), self.tokens_per_block)
         self._tables[request.id] = table
         return len(table) * self.tokens_per_block
+
+    def reusable_tokens(self, request: Request) -> int:
+        """What ``begin`` would return now; nothing is held."""
+        return len(self.blocks.find_prefix(self._reusable(request), self.tokens_per_block)) * self.tokens_per_block
+
+    def _reusable(self, request: Request) -> Sequence[int]:
+        """Log-probabilities of a prompt need all of it computed."""
+        if not self._reuse or request.is_dummy or request.params.prompt_logprobs is not None:
+            return ()
+        return request.prompt_token_ids[: request.prompt_tokens - 1]
 
     def prepare(self, batch: ScheduledBatch) -> None:
         for request in batch.requests:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from onebudget.models.facts import DTYPE_BYTES
+from onebudget.models.facts import KV_DTYPE_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ class KVLayout:
     @property
     def row_bytes(self) -> int:
         """All parts of one token in one layer."""
-        return sum(math.prod(part) for part in self.parts) * DTYPE_BYTES[self.dtype]
+        return sum(math.prod(part) for part in self.parts) * KV_DTYPE_BYTES[self.dtype]
 
     @property
     def block_bytes(self) -> int:
@@ -60,7 +60,7 @@ class KVPool:
     def allocate(self) -> None:
         """Take the pool's memory and make its views; also after the memory was lost."""
         layout = self.layout
-        self.buffer = self._manager.gpu(self.allocated_bytes // DTYPE_BYTES[layout.dtype], layout.dtype, owner=OWNER)
+        self.buffer = self._manager.gpu(self.allocated_bytes // KV_DTYPE_BYTES[layout.dtype], layout.dtype, owner=OWNER)
         sizes = [math.prod(shape) * self._slots for shape in layout.parts] * layout.num_layers
         pages = iter(self.buffer.as_tensor().split(sizes))
         self.parts = [[self._part(next(pages), shape) for shape in layout.parts] for _ in range(layout.num_layers)]

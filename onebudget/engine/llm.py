@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from onebudget.config import DEFAULT_HOST_MEMORY_BYTES, BudgetConfig
+from onebudget.config import DEFAULT_HOST_MEMORY_BYTES, BudgetConfig, resolve_environment
 from onebudget.core import Request, RequestOutput, SamplingParams
 from onebudget.device import open_device
 from onebudget.engine.admission import admitted_new_tokens
@@ -23,6 +25,8 @@ from onebudget.report.progress import Progress, SilentProgress
 if TYPE_CHECKING:
     from onebudget.budget.ledger import Ledger
     from onebudget.device.base import Device
+
+logger = logging.getLogger(__name__)
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -89,7 +93,7 @@ class LLM:
         self._progress = progress or SilentProgress()
         self._engine: Engine | None = None
         self.interrupted = False
-        config = BudgetConfig(**knobs)
+        config = _resolved(knobs)
         _refuse_unbuilt(config)
         folder = _model_folder(model, revision, offline)
         self._engine = build_engine(folder, config, _open(device, config), self._progress, strict_memory=strict_memory)
@@ -350,6 +354,14 @@ class LLM:
         except Exception as error:
             raise RequestError(f"the chat template can't render these messages: {error}") from error
         return text, list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _resolved(knobs: Mapping[str, Any]) -> BudgetConfig:
+    """The knobs as given, and what the environment sets beside them."""
+    resolved = resolve_environment(BudgetConfig(**knobs), os.environ)
+    for adjustment in resolved.adjustments:
+        logger.info("%s", adjustment)
+    return resolved.config
 
 
 _UNBUILT_KNOBS = {

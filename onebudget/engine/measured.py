@@ -13,14 +13,17 @@ def measured_terms(engine: Engine) -> dict[str, Any]:
     """Bytes held and the peak of their use since the engine was built, by the ledger's own names.
 
     ``activations`` are measured while the meter is on: in every step under strict memory, else in the warm-up, which
-    repeats the profiled shapes. ``fixed_workspace`` and ``kv_cache`` count the part really used at the peak.
+    repeats the profiled shapes. Scratch and ``kv_cache`` count the part really used at the peak; scratch beyond the
+    planned ``fixed_workspace`` counts as ``context_workspace``.
     """
     device, executor = engine.station.device, engine.executor
-    peaks = device.peak_by_owner()
+    peaks, scratch = device.peak_by_owner(), executor.runner.scratch
+    fixed = engine.ledger.term("fixed_workspace").bytes
     held = {
         "weights": (peaks.get("weights", 0), peaks.get("weights", 0)),
         "activations": _twice(peaks.get("activations", 0) + peaks.get("static_inputs", 0)),
-        "fixed_workspace": (executor.runner.scratch.capacity_bytes, executor.runner.scratch.peak_bytes),
+        "fixed_workspace": (min(scratch.capacity_bytes, fixed), min(scratch.peak_bytes, fixed)),
+        "context_workspace": (max(scratch.capacity_bytes - fixed, 0), max(scratch.peak_bytes - fixed, 0)),
         "other_processes": _twice(device.account.others_bytes),
         "fragmentation": _twice(_rounding_bytes(device)),
     }

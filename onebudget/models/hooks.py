@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 
 from onebudget.attention.base import current_backend
 from onebudget.errors import ModelError
+from onebudget.models import experts
 
 if TYPE_CHECKING:
     from onebudget.models.facts import ModelFacts
@@ -48,8 +49,14 @@ def paged_attention(
 
 
 def register() -> None:
-    """Make ``attn_implementation="onebudget"`` known to transformers. Safe to call again."""
+    """Make our attention and experts known to transformers. Safe to call again."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
+    experts.register()
+
+
+def implementations() -> dict[str, str]:
+    """What to pass when a model is made."""
+    return {"attn_implementation": ATTENTION_NAME, "experts_implementation": experts.EXPERTS_NAME}
 
 
 def keep_latent(model: torch.nn.Module, facts: ModelFacts) -> None:

@@ -80,7 +80,7 @@ def host_model(folder: Path, dtype: str) -> Any:
     transformers.utils.logging.disable_progress_bar()
     try:
         module = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), attn_implementation=hooks.ATTENTION_NAME, local_files_only=True
+            folder, dtype=getattr(torch, dtype), local_files_only=True, **hooks.implementations()
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelError(f"{folder} can't be loaded: {str(error).splitlines()[0]}") from error
@@ -93,7 +93,7 @@ def meta_model(folder: Path, dtype: str) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
         module = transformers.AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=getattr(torch, dtype), attn_implementation=hooks.ATTENTION_NAME
+            copy.deepcopy(config), dtype=getattr(torch, dtype), **hooks.implementations()
         )
     return module.eval()
 

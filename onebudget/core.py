@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from numbers import Real
 from typing import Literal
 
 from onebudget.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "refused", "cancelled", "error"]
+MAX_LOGPROBS = 20
+"""Most alternatives per token that log-probabilities are given for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +24,17 @@ class SamplingParams:
     ``temperature=0`` is greedy. ``top_k=0`` and ``top_p=1`` switch those filters off. The same ``seed``
     draws the same tokens whatever else runs in the batch. ``stop`` texts end the output before the text;
     ``stop_token_ids`` end it like the model's own end tokens. ``min_tokens`` bars end tokens until that
-    many tokens exist. Raises ``ConfigError`` naming field, value and allowed range.
+    many tokens exist.
+
+    Penalties look at the tokens of prompt and answer. ``repetition_penalty`` divides positive logits of tokens that
+    occurred and multiplies negative ones; ``presence_penalty`` is subtracted once from the logits of such tokens,
+    ``frequency_penalty`` as often as they occurred. The first ``prompt_ignore_length`` tokens of the prompt count for
+    the repetition penalty only; the prompt's whole length makes presence and frequency look at the answer alone.
+
+    ``logprobs`` and ``prompt_logprobs``: log-probabilities of each token of answer and prompt and of that many
+    likeliest ones, of the model itself, before penalties and temperature.
+
+    None for a penalty switches it off. Raises ``ConfigError`` naming field, value and allowed range.
     """
 
     max_tokens: int = 16
@@ -37,11 +52,14 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
+    prompt_ignore_length: int = 0
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
+        for name, default in _DEFAULTS_OF_NONE.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
         for name, usable, allowed in self._rules():
             if not usable:
                 raise ConfigError.for_field(name, getattr(self, name), allowed)
@@ -49,28 +67,89 @@ class SamplingParams:
     def _rules(self) -> list[tuple[str, bool, str]]:
         return [
             ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1"),
-            ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("temperature", _is_number(self.temperature) and self.temperature >= 0, "0 or more"),
+            ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", _is_int(self.top_k) and self.top_k >= 0, "0 (off) or a positive integer"),
             ("seed", self.seed is None or _is_int(self.seed), "an integer or None"),
-            ("stop", all(isinstance(text, str) and text for text in self.stop), "non-empty texts"),
-            ("stop_token_ids", all(_is_int(token) and token >= 0 for token in self.stop_token_ids), "token ids"),
+            ("stop", _all(self.stop, lambda text: isinstance(text, str) and text != ""), "non-empty texts"),
+            ("stop_token_ids", _all(self.stop_token_ids, _is_token), "token ids"),
             ("min_tokens", _is_int(self.min_tokens) and self.min_tokens >= 0, "0 or a positive integer"),
-            ("repetition_penalty", self.repetition_penalty == 1.0, "1.0 (penalties are not built yet)"),
-            ("presence_penalty", self.presence_penalty == 0.0, "0.0 (penalties are not built yet)"),
-            ("frequency_penalty", self.frequency_penalty == 0.0, "0.0 (penalties are not built yet)"),
-            ("logprobs", self.logprobs is None, "None (log-probabilities are not built yet)"),
-            ("prompt_logprobs", self.prompt_logprobs is None, "None (log-probabilities are not built yet)"),
-            ("n", self.n == 1, "1 (several answers to one prompt are not built yet)"),
+            ("repetition_penalty", _is_number(self.repetition_penalty) and self.repetition_penalty > 0, "above 0"),
+            ("presence_penalty", _is_number(self.presence_penalty), "a number"),
+            ("frequency_penalty", _is_number(self.frequency_penalty), "a number"),
+            ("logprobs", _is_logprobs(self.logprobs), f"None or an integer from 0 to {MAX_LOGPROBS}"),
+            ("prompt_logprobs", _is_logprobs(self.prompt_logprobs), f"None or an integer from 0 to {MAX_LOGPROBS}"),
+            ("n", _is_int(self.n) and self.n == 1, "1 (several answers to one prompt are not built yet)"),
+            (
+                "prompt_ignore_length",
+                _is_int(self.prompt_ignore_length) and self.prompt_ignore_length >= 0,
+                "0 or a positive integer",
+            ),
         ]
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0 or self.top_k == 1
 
+    @property
+    def penalised(self) -> bool:
+        """Whether tokens must be counted for this request."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+_DEFAULTS_OF_NONE = {
+    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "prompt_ignore_length": 0,
+}  # fmt: skip
+
+
+def _as_tuple(values: object) -> object:
+    """A collection as a tuple, None as an empty one; anything else stays what it is, for the rules to refuse."""
+    return tuple(values or ()) if values is None or isinstance(values, Iterable) else values
+
+
+def _all(values: object, usable: Callable[[object], bool]) -> bool:
+    return isinstance(values, tuple) and all(map(usable, values))
+
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    """A finite number, of whatever library."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_logprobs(value: object) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_LOGPROBS)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token where it stands, its ``rank`` among all (1: the likeliest), and the likeliest
+    tokens there as ``(token id, log-probability)``."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "token_id": self.token_id,
+            "logprob": _finite(self.logprob),
+            "rank": self.rank,
+            "top": [{"token_id": token, "logprob": _finite(logprob)} for token, logprob in self.top],
+        }
+
+
+def _finite(logprob: float) -> float | None:
+    """JSON knows no infinity: None for a token that the model itself rules out."""
+    return logprob if math.isfinite(logprob) else None
 
 
 class RequestState(IntEnum):
@@ -115,6 +194,8 @@ class Request:
     computed_tokens: int = 0
     chunk_tokens: int = 0
     output_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -190,7 +271,11 @@ class ScheduledBatch:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One request's result. ``error`` is set when ``finish_reason`` is ``"refused"`` or ``"error"``."""
+    """One request's result. ``error`` is set when ``finish_reason`` is ``"refused"`` or ``"error"``.
+
+    ``logprobs`` has an entry per token and ``prompt_logprobs`` one per prompt token, the first of them None because
+    nothing stands before it; both are None unless asked for.
+    """
 
     request_id: int
     prompt: str | None
@@ -200,9 +285,12 @@ class RequestOutput:
     finish_reason: FinishReason | None
     error: str | None
     timings: Timings
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     @classmethod
     def of(cls, request: Request) -> RequestOutput:
+        params, produced = request.params, len(request.output_token_ids)
         return cls(
             request.id,
             request.prompt,
@@ -212,9 +300,18 @@ class RequestOutput:
             request.finish_reason,
             request.error,
             request.timings,
+            None if params.logprobs is None else request.logprobs[:produced],
+            None if params.prompt_logprobs is None else list(request.prompt_logprobs),
         )
 
     def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON; log-probabilities only where they were asked for."""
+        asked = {"logprobs": self.logprobs, "prompt_logprobs": self.prompt_logprobs}
+        logprobs = {
+            name: [None if entry is None else entry.to_dict() for entry in entries]
+            for name, entries in asked.items()
+            if entries is not None
+        }
         return {
             "request_id": self.request_id,
             "prompt": self.prompt,
@@ -224,4 +321,5 @@ class RequestOutput:
             "finish_reason": self.finish_reason,
             "error": self.error,
             "timings": self.timings.to_dict(),
+            **logprobs,
         }

@@ -18,6 +18,7 @@ class ProfileResult:
     temporary KV pools of the probe, which sit inside the peak and will be gone in service. ``encoder_output_bytes``:
     the copy of multimodal encoder output that was kept alive during the probe. ``kv_outside_allocator``: the temporary
     KV came from another allocator, so it shows up in the extra cost instead of in the allocator's peak.
+    ``prompt_logits_bytes``: by how much steps with log-probabilities of prompts rise above ``torch_peak_bytes``.
     """
 
     model_bytes: int
@@ -27,6 +28,7 @@ class ProfileResult:
     allocated_bytes: int = 0
     encoder_output_bytes: int = 0
     kv_outside_allocator: bool = False
+    prompt_logits_bytes: int = 0
 
     def __post_init__(self) -> None:
         for item in fields(self):

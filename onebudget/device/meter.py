@@ -7,7 +7,8 @@ to what a single operation allocates and frees inside its kernel; whoever calls 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,15 @@ class StorageMeter(TorchDispatchMode):
         self._owner = owner
         self._charged: set[int] = set()
 
+    @contextmanager
+    def charging(self, owner: str) -> Iterator[None]:
+        """Inside, what is new belongs to ``owner``, and for as long as it lives."""
+        before, self._owner = self._owner, owner
+        try:
+            yield
+        finally:
+            self._owner = before
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -64,11 +74,11 @@ class StorageMeter(TorchDispatchMode):
                 detail=f"Operation: {operation}.",
             ) from None
         self._charged.add(key)
-        weakref.finalize(storage, self._refund, key, nbytes).atexit = False
+        weakref.finalize(storage, self._refund, key, nbytes, self._owner).atexit = False
 
-    def _refund(self, key: int, nbytes: int) -> None:
+    def _refund(self, key: int, nbytes: int, owner: str) -> None:
         self._charged.discard(key)
-        self._device.refund_tensor_bytes(nbytes, self._owner)
+        self._device.refund_tensor_bytes(nbytes, owner)
 
 
 def _tensors(tree: object) -> Iterable[torch.Tensor]:

@@ -27,6 +27,11 @@ def admitted_new_tokens(
     The last token is never written to the cache, so a prompt of exactly ``max_seq_len`` tokens gets one.
     Raises ``RequestError`` when the request can never run.
     """
+    if params.penalised and not config.enable_penalties:
+        raise RequestError(
+            "penalties are off, so their tables have no reserve: leave out repetition_penalty, presence_penalty and "
+            "frequency_penalty, or start with enable_penalties on."
+        )
     length = len(prompt_token_ids)
     if length == 0:
         raise RequestError("the prompt has no tokens: at least 1 is needed.")

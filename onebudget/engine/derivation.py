@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from onebudget.attention import backend_for
 from onebudget.budget.advice import Candidate
 from onebudget.budget.context_workspace import ContextWorkspace, context_workspace_for
 from onebudget.budget.derive import derive_budget
+from onebudget.budget.late import LateAllocations
 from onebudget.budget.ledger import DeviceLine, HostLine, Ledger
-from onebudget.budget.reserves import ReserveLine
+from onebudget.budget.reserves import ReserveLine, seat_count
+from onebudget.engine.logprobs import prompt_rows_at_once
+from onebudget.engine.penalties import late_tables
 from onebudget.engine.probe import kv_cost, measure
 from onebudget.engine.station import fake_station
 from onebudget.models.facts import DTYPE_BYTES
@@ -24,6 +29,9 @@ if TYPE_CHECKING:
     from onebudget.config import BudgetConfig
     from onebudget.device.base import Device
     from onebudget.models.facts import ModelFacts
+
+left_out: ContextVar[frozenset[str]] = ContextVar("left_out", default=frozenset())
+"""Reserves that derivations leave out, so that a test can show what then goes wrong. Empty in service."""
 
 
 def engine_ledger(
@@ -43,9 +51,9 @@ def engine_ledger(
         config,
         profile,
         kv_cost(facts, dtype, config),
-        reserves(facts, dtype, config, granule),
+        [line for line in reserves(facts, dtype, config, profile, granule) if line.name not in left_out.get()],
         total_bytes=device.total_bytes,
-        context_workspace=_context_workspace(facts, dtype, config),
+        context_workspace=None if "context_workspace" in left_out.get() else _context_workspace(facts, dtype, config),
         model=facts.name,
         device=DeviceLine(
             name=device.name,
@@ -61,10 +69,13 @@ def engine_ledger(
     )
 
 
-def reserves(facts: ModelFacts, dtype: str, config: BudgetConfig, granule_bytes: int) -> list[ReserveLine]:
-    """What profiling can't see, asked from each owner in turn."""
+def reserves(
+    facts: ModelFacts, dtype: str, config: BudgetConfig, profile: ProfileResult, granule_bytes: int
+) -> list[ReserveLine]:
+    """What the profile's peak doesn't hold, asked from each owner in turn."""
     return [
         *_attention_reserves(facts, dtype, config, granule_bytes),
+        *_sampler_reserves(facts, config, profile, granule_bytes),
         *_rounding_reserves(facts, dtype, config, granule_bytes),
     ]
 
@@ -82,6 +93,31 @@ def _attention_reserves(facts: ModelFacts, dtype: str, config: BudgetConfig, gra
             owner="attention",
         )
     ]
+
+
+def _sampler_reserves(
+    facts: ModelFacts, config: BudgetConfig, profile: ProfileResult, granule_bytes: int
+) -> list[ReserveLine]:
+    """Penalty tables, which no dummy asks for, and what log-probabilities of prompts need above the peak."""
+    late = LateAllocations()
+    if config.enable_penalties:
+        late.register(
+            late_tables(
+                seats=seat_count(max_batch_size=config.max_batch_size),
+                max_beam_width=config.max_beam_width,
+                vocab_size=facts.vocab_size,
+                granule_bytes=granule_bytes,
+            )
+        )
+    rows = prompt_rows_at_once(config)
+    logits = ReserveLine(
+        "logits",
+        profile.prompt_logits_bytes,
+        reason=f"log-probabilities of prompts, {rows} rows of {facts.vocab_size} tokens at a time, above the peak",
+        owner="sampler",
+        basis="measured",
+    )
+    return [*(replace(line, owner="sampler") for line in late.reserve_lines()), *([logits] if logits.bytes else [])]
 
 
 def _context_workspace(facts: ModelFacts, dtype: str, config: BudgetConfig) -> ContextWorkspace | None:
@@ -129,10 +165,11 @@ def _candidates(
     for change in changes:
         wanted = config.replace(**change)
         wanted_dtype = "bfloat16" if "dtype" in change else dtype
+        profile = dry_profile(folder, wanted_dtype, wanted)
         yield Candidate(
             set=change,
-            profile=dry_profile(folder, wanted_dtype, wanted),
+            profile=profile,
             cost=kv_cost(facts, wanted_dtype, wanted),
             context_workspace=_context_workspace(facts, wanted_dtype, wanted),
-            reserves=tuple(reserves(facts, wanted_dtype, wanted, granule_bytes)),
+            reserves=tuple(reserves(facts, wanted_dtype, wanted, profile, granule_bytes)),
         )

@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from onebudget.budget.reserves import seat_count
 from onebudget.core import Request, RequestState, ScheduledBatch
 from onebudget.engine.sampler import Sampler
 from onebudget.engine.scheduler import Scheduler
@@ -51,7 +52,8 @@ class Counters:
 class Executor:
     """Serves requests step by step.
 
-    A request ends completed, failed or cancelled, and every manager has let go of it when ``step`` returns it.
+    A request ends completed, failed or cancelled, and every manager has let go of it when ``step`` returns it. A
+    ``sampler`` that keeps memory per slot comes with the ``slots`` it was made for.
     """
 
     def __init__(
@@ -59,13 +61,16 @@ class Executor:
         config: BudgetConfig,
         runner: ModelRunner,
         kv: KVCacheManager,
+        *,
+        slots: SequenceSlotManager | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         self.config = config
         self.runner = runner
         self.kv = kv
-        self.slots = SequenceSlotManager(config.max_batch_size)
+        self.slots = slots or SequenceSlotManager(seat_count(max_batch_size=config.max_batch_size))
         self.resources = ResourceManager({ResourceKind.SEQ_SLOT: self.slots, ResourceKind.KV: kv})
-        self.sampler = Sampler(config.seed)
+        self.sampler = sampler or Sampler(config.seed)
         self.scheduler = Scheduler(config, kv)
         self.counters = Counters()
         self.last_error: Exception | None = None
@@ -98,7 +103,7 @@ class Executor:
         except CapacityError as error:
             return self._fail([r for r in batch.requests if r.id == error.request_id] or batch.requests, error)
         except Exception as error:
-            return self._fail(batch.requests, error)
+            return self._fail(self.sampler.blamed(batch, error), error)
         self._count(batch)
         finished = self._append(batch, tokens)
         self.resources.update(batch)
@@ -135,12 +140,12 @@ class Executor:
         self.counters.decode_tokens += len(batch.generation)
         self.counters.graph_eager += 1
         self.counters.reused_tokens = self.scheduler.reused_tokens
+        self.counters.deferred = self.scheduler.deferred
         self.counters.scratch_grow = self.runner.scratch.grow_count
 
     def _fail(self, requests: list[Request], error: Exception) -> list[Request]:
-        """Refuse the requests of a failed step, not the process."""
+        """Refuse requests of a failed step, not the process. Others in it keep their state and are computed again."""
         logger.debug("step failed", exc_info=error)
-        self.counters.deferred = self.scheduler.deferred
         self.counters.failed_steps += 1
         self.last_error = error
         for request in requests:
@@ -169,7 +174,8 @@ class Executor:
         """The device buffers of one sleeping stage."""
         if stage == "model":
             return [model.weights]
-        return [self.kv.pool.buffer] if stage == "kv_cache" else self.runner.workspace_buffers
+        workspace = [*self.runner.workspace_buffers, *self.sampler.buffers]
+        return [self.kv.pool.buffer] if stage == "kv_cache" else workspace
 
     def rebuild(self, stage: str, stages: Stages) -> None:
         """New memory for a stage whose memory was lost; only for stages that lose their contents anyway."""
@@ -179,10 +185,12 @@ class Executor:
                 self.kv.pool.allocate()
         else:
             self.runner.rebuild_workspace(stages)
+            self.sampler.rebuild()
 
     def shutdown(self) -> None:
         """Release managers, scratch and inputs. Requests still inside are cancelled."""
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self._end(request, "cancelled")
+        self.sampler.release()
         self.resources.shutdown()
         self.runner.release()

@@ -366,7 +366,7 @@ def _resolved(knobs: Mapping[str, Any]) -> BudgetConfig:
 
 _UNBUILT_KNOBS = {
     "avg_seq_len", "cross_kv_fraction", "disk_cache_bytes",
-    "enable_penalties", "host_cache_bytes", "max_attention_window", "max_util_for_resume", "pool_ratio",
+    "host_cache_bytes", "max_attention_window", "max_util_for_resume", "pool_ratio",
     "skip_estimation",
 }  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,9 @@ import torch
 from onebudget.attention import backend_for
 from onebudget.attention.base import current_backend
 from onebudget.device.meter import StorageMeter
+from onebudget.engine import logprobs
 from onebudget.engine.inputs import StaticInputs
+from onebudget.engine.logprobs import layers_once, prompt_pieces
 from onebudget.workspace import ScratchBuffer
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ class ModelRunner:
         self._kv = kv
         self._device = device
         self.metered = metered
+        self._prompt_rows = logprobs.prompt_rows_at_once(config)
         with stages.open("workspace"):
             self.inputs = StaticInputs(manager, config)
         self.scratch = ScratchBuffer(manager, scope=lambda: stages.open("workspace"))
@@ -63,24 +67,45 @@ class ModelRunner:
         try:
             with self._meter():
                 self._backend.begin(plan)
-                logits = self._logits(tokens, rows)
+                logits = self._logits(batch, tokens, rows)
                 return sampler.sample(logits, sampled) if sampled else []
         finally:
             current_backend.reset(token)
 
-    def _logits(self, tokens: int, rows: int) -> torch.Tensor:
+    def _logits(self, batch: ScheduledBatch, tokens: int, rows: int) -> torch.Tensor:
+        """Logits ``[rows, vocab]`` to sample from, once log-probabilities of prompts are noted."""
+        pieces = prompt_pieces(batch, self._prompt_rows)
+        if not pieces:
+            return self._head(tokens, self.inputs.last_rows[:rows])
+        with layers_once(self._model.module):
+            self._head(tokens, self.inputs.last_rows[:0])
+            with self._charged_to(logprobs.OWNER):
+                for piece in pieces:
+                    index = torch.arange(piece.first_row, piece.first_row + piece.rows, device=self.inputs.slots.device)
+                    piece.take(self._head(tokens, index))
+            return self._head(tokens, self.inputs.last_rows[:rows])
+
+    def _head(self, tokens: int, rows: torch.Tensor) -> torch.Tensor:
         """``[rows, vocab]``. The index tensor keeps transformers from computing logits of every packed token."""
         output = self._model.module(
             input_ids=self.inputs.token_ids[None, :tokens],
             position_ids=self.inputs.positions[None, :tokens],
             use_cache=False,
-            logits_to_keep=self.inputs.last_rows[:rows],
+            logits_to_keep=rows,
         )
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def _meter(self) -> AbstractContextManager[object]:
-        return StorageMeter(self._device) if self.metered else nullcontext()
+    @contextmanager
+    def _meter(self) -> Iterator[None]:
+        if not self.metered:
+            yield
+            return
+        with StorageMeter(self._device) as self._active_meter:
+            yield
+
+    def _charged_to(self, owner: str) -> AbstractContextManager[None]:
+        return self._active_meter.charging(owner) if self.metered else nullcontext()
 
     @property
     def workspace_buffers(self) -> list[Buffer]:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from onebudget.attention import backend_for
 from onebudget.budget.probe_load import dummy_lengths, limit_probe_pool, probe_pool, resolve_probe_config
 from onebudget.budget.profile import ProfileResult
-from onebudget.core import Request, SamplingParams
+from onebudget.budget.reserves import seat_count
+from onebudget.core import MAX_LOGPROBS, Request, SamplingParams
+from onebudget.engine import logprobs
 from onebudget.engine.executor import Executor
+from onebudget.engine.logprobs import kept_hidden_bytes, prompt_rows_at_once
 from onebudget.engine.model_runner import ModelRunner
+from onebudget.engine.penalties import PenaltyStore
+from onebudget.engine.sampler import Sampler
 from onebudget.engine.stages import Stages
 from onebudget.errors import AllocationError
-from onebudget.models.facts import kv_dtype_name
-from onebudget.resources import KVCacheManager
+from onebudget.models.facts import DTYPE_BYTES, kv_dtype_name
+from onebudget.resources import KVCacheManager, SequenceSlotManager
 from onebudget.resources.kv.pool import KVLayout, KVPool
 
 if TYPE_CHECKING:
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
 DUMMY_TOKEN_ID = 1
 # The costliest sampling there is: both filters sort the whole vocabulary.
 _COSTLY_SAMPLING = SamplingParams(max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, seed=0, ignore_eos=True)
+_PROMPT_LOGPROBS = replace(_COSTLY_SAMPLING, prompt_logprobs=MAX_LOGPROBS)
 
 
 def kv_layout(station: Station, config: BudgetConfig) -> KVLayout:
@@ -64,14 +70,27 @@ def build_executor(
         probe_lengths=probe_lengths,
         attended_tokens_cap=attended_tokens_cap,
     )
-    try:
+    with ExitStack() as undo:
+        undo.callback(kv.shutdown)
         runner = ModelRunner(
             station.model, config, kv, station.device, station.manager, station.stages, metered=metered
         )
-    except BaseException:
-        kv.shutdown()
-        raise
-    return Executor(config, runner, kv)
+        undo.callback(runner.release)
+        slots = SequenceSlotManager(seat_count(max_batch_size=config.max_batch_size))
+        sampler = Sampler(config.seed, _penalties(station, config, slots))
+        undo.pop_all()
+    return Executor(config, runner, kv, slots=slots, sampler=sampler)
+
+
+def _penalties(station: Station, config: BudgetConfig, slots: SequenceSlotManager) -> PenaltyStore | None:
+    if not config.enable_penalties:
+        return None
+    return PenaltyStore(
+        station.manager,
+        slots,
+        max_beam_width=config.max_beam_width,
+        scope=lambda: station.stages.open("workspace"),
+    )
 
 
 def probe_batches(config: BudgetConfig) -> list[list[int]]:
@@ -108,14 +127,32 @@ def measure(station: Station, config: BudgetConfig, progress: Progress) -> tuple
         peak_bytes = device.sample().alloc_peak
         device.empty_cache()
         sample, allocated_bytes = device.sample(), executor.kv.allocated_bytes
+        prompt_logits_bytes = _prompt_logits_bytes(station, config, executor, peak_bytes - sample.alloc_live)
     profile = ProfileResult(
         model_bytes=model_bytes,
         torch_peak_bytes=peak_bytes,
         torch_used_bytes=sample.alloc_live,
         device_used_bytes=sample.total - sample.free,
         allocated_bytes=allocated_bytes,
+        prompt_logits_bytes=prompt_logits_bytes,
     )
     return profile, sample.total - sample.free - sample.alloc_live
+
+
+def _prompt_logits_bytes(station: Station, config: BudgetConfig, executor: Executor, peak_bytes: int) -> int:
+    """What log-probabilities of prompts need beyond ``peak_bytes``, the peak above what is live all the time.
+
+    Rows of the vocabulary are seen with one short dummy. In the largest step they stand beside what its layers leave,
+    after the peak inside the layers and before that of sampling, so often these two cover them.
+    """
+    rows = prompt_rows_at_once(config)
+    if rows + 1 > max(map(max, probe_batches(config))):
+        return 0  # a single row, and sampling one takes more
+    station.device.reset_peak()
+    run_dummies(executor, [rows + 1], _PROMPT_LOGPROBS)
+    rows_bytes = station.device.peak_by_owner().get(logprobs.OWNER, 0)
+    facts, element_bytes = station.model.facts, DTYPE_BYTES[station.model.dtype]
+    return max(0, kept_hidden_bytes(config, facts.hidden_size, element_bytes) + rows_bytes - peak_bytes)
 
 
 @contextmanager
@@ -135,15 +172,13 @@ def _probe_executor(station: Station, config: BudgetConfig, batches: Sequence[Se
         station.device.empty_cache()
 
 
-def run_dummies(executor: Executor, lengths: Sequence[int]) -> None:
+def run_dummies(executor: Executor, lengths: Sequence[int], params: SamplingParams = _COSTLY_SAMPLING) -> None:
     """Serve one batch of dummy requests to the end.
 
     ``AllocationError`` when a step ran out of memory, ``RuntimeError`` with the message of any other failure.
     """
     for number, length in enumerate(lengths):
-        executor.submit(
-            Request(-1 - number, [DUMMY_TOKEN_ID] * length, _COSTLY_SAMPLING, max_new_tokens=1, is_dummy=True)
-        )
+        executor.submit(Request(-1 - number, [DUMMY_TOKEN_ID] * length, params, max_new_tokens=1, is_dummy=True))
     while executor.has_work:
         failed = next((request for request in executor.step() if request.finish_reason == "error"), None)
         if failed is not None:

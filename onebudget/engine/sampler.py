@@ -3,53 +3,108 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
+from onebudget.engine import penalties as penalty
+from onebudget.engine.logprobs import token_logprobs
+from onebudget.errors import AllocationError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from onebudget.core import Request
+    from onebudget.buffers import Buffer
+    from onebudget.core import Request, ScheduledBatch
+    from onebudget.engine.penalties import PenaltyStore
+
+ROWS_AT_ONCE = 32
+"""Rows whose float32 copies, sorted values and probabilities exist at the same time, however large the batch is."""
 
 _MINUS_INFINITY = float("-inf")
+_SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny
 
 
 class Sampler:
-    """Greedy rows by argmax; random rows by inverting the cumulative distribution at one uniform number each.
+    """Penalties, then barred tokens, then temperature, then the choice.
 
-    The uniform numbers come from the request's own generator, so a seed gives the same tokens in any batch.
+    Greedy rows by argmax; random rows by inverting the cumulative distribution at one uniform number each. The uniform
+    numbers come from the request's own generator and every row is treated by itself, so a seed gives the same tokens in
+    any batch. Without ``penalties`` no penalised request may arrive.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed: int | None = None, penalties: PenaltyStore | None = None) -> None:
         self._seeds = random.Random(seed)
         self._generators: dict[int, random.Random] = {}
+        self.penalties = penalties
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-        """One token id per row of ``logits`` ``[len(requests), vocab]``, which may be overwritten."""
-        self._bar_end_tokens(logits, requests)
+        """One token id per row of ``logits`` ``[len(requests), vocab]``; requests that ask for log-probabilities get
+        them.
+
+        ``AllocationError`` of owner ``penalty_workspace``, with nothing changed, where penalties find no room.
+        """
+        if self.penalties is not None:
+            self.penalties.begin(requests, logits.shape[-1])
         tokens = torch.argmax(logits, dim=-1)
-        rows = [row for row, request in enumerate(requests) if not request.params.greedy]
-        if rows:
+        for rows in _alike(requests):
+            chosen = [requests[row] for row in rows]
             index = torch.tensor(rows, device=logits.device)
-            tokens[index] = self._draw(logits[index].float(), [requests[row] for row in rows])
+            if chosen[0].params.greedy:
+                tokens[index] = torch.argmax(self._prepared(logits, index, chosen), dim=-1)
+            else:
+                tokens[index] = self._draw(self._prepared(logits, index, chosen), chosen)
         if tokens.is_meta:
+            self._note_logprobs(logits, [0] * len(requests), requests)
             return [0] * len(requests)
-        return tokens.tolist()
+        sampled: list[int] = tokens.tolist()
+        self._note_logprobs(logits, sampled, requests)
+        return sampled
+
+    def blamed(self, batch: ScheduledBatch, error: Exception) -> list[Request]:
+        """Requests that a failed step ends: where penalties found no room those that wanted some, else all."""
+        if not isinstance(error, AllocationError) or error.owner != penalty.OWNER:
+            return batch.requests
+        return [request for request in [*batch.context_last, *batch.generation] if request.params.penalised]
 
     def forget(self, request: Request) -> None:
         self._generators.pop(request.id, None)
+        if self.penalties is not None:
+            self.penalties.forget(request)
 
-    def _bar_end_tokens(self, logits: torch.Tensor, requests: Sequence[Request]) -> None:
-        for row, request in enumerate(requests):
-            if len(request.output_token_ids) < request.params.min_tokens and request.end_token_ids:
-                logits[row, sorted(request.end_token_ids)] = _MINUS_INFINITY
+    @property
+    def buffers(self) -> list[Buffer]:
+        return [] if self.penalties is None else self.penalties.buffers
+
+    def rebuild(self) -> None:
+        """New memory after the old was lost."""
+        if self.penalties is not None:
+            self.penalties.release()
+            self.penalties.allocate()
+
+    def release(self) -> None:
+        if self.penalties is not None:
+            self.penalties.release()
+
+    def _prepared(self, logits: torch.Tensor, index: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+        """A float32 copy of the rows, penalised and without barred tokens."""
+        rows = logits[index].float()
+        if self.penalties is not None:
+            self.penalties.apply(rows, requests)
+        for row, request in zip(rows, requests, strict=True):
+            if _is_barred(request):
+                inside = [token for token in sorted(request.end_token_ids) if token < rows.shape[-1]]
+                row[inside] = _MINUS_INFINITY
+        return rows
 
     def _draw(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-        """``logits`` float32 ``[rows, vocab]`` of the random rows only; consumed."""
-        logits /= _column([request.params.temperature for request in requests], logits)
+        """``logits`` float32 ``[rows, vocab]`` of rows that all filter or all don't; consumed."""
+        # With the largest logit at 0, no temperature makes one overflow.
+        logits -= logits.amax(-1, keepdim=True)
+        logits /= _column([request.params.temperature for request in requests], logits).clamp_(_SMALLEST_TEMPERATURE)
         uniform = _column([self._uniform(request) for request in requests], logits)
-        if all(request.params.top_k == 0 and request.params.top_p == 1 for request in requests):
+        if not _filters(requests[0]):
             return _invert(torch.softmax(logits, -1), uniform)
         logits, order = torch.sort(logits, dim=-1, descending=True)
         self._keep_top_k(logits, requests)
@@ -72,6 +127,40 @@ class Sampler:
             generator = random.Random(self._seeds.getrandbits(64) if seed is None else seed)
             self._generators[request.id] = generator
         return generator.random()
+
+    @staticmethod
+    def _note_logprobs(logits: torch.Tensor, tokens: Sequence[int], requests: Sequence[Request]) -> None:
+        """Of the model's own logits: penalties and barred tokens only touched copies."""
+        wanted = [(row, r.params.logprobs) for row, r in enumerate(requests) if r.params.logprobs is not None]
+        for start in range(0, len(wanted), ROWS_AT_ONCE):
+            rows, top = zip(*wanted[start : start + ROWS_AT_ONCE], strict=True)
+            found = token_logprobs(logits[torch.tensor(rows, device=logits.device)], [tokens[row] for row in rows], top)
+            for row, logprob in zip(rows, found, strict=False):
+                request = requests[row]
+                del request.logprobs[len(request.output_token_ids) :]
+                request.logprobs.append(logprob)
+
+
+def _alike(requests: Sequence[Request]) -> Iterator[list[int]]:
+    """Rows that need a copy of their own, grouped by how they are chosen, ``ROWS_AT_ONCE`` at most."""
+    groups: dict[str, list[int]] = {"greedy": [], "plain": [], "filtered": []}
+    for row, request in enumerate(requests):
+        if not request.params.greedy:
+            groups["filtered" if _filters(request) else "plain"].append(row)
+        elif request.params.penalised or _is_barred(request):
+            groups["greedy"].append(row)
+    for rows in groups.values():
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            yield rows[start : start + ROWS_AT_ONCE]
+
+
+def _filters(request: Request) -> bool:
+    return request.params.top_k != 0 or request.params.top_p != 1
+
+
+def _is_barred(request: Request) -> bool:
+    """Whether its end tokens may not come yet."""
+    return len(request.output_token_ids) < request.params.min_tokens and bool(request.end_token_ids)
 
 
 def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebudget.core import Request, RequestOutput, RequestState, SamplingParams, ScheduledBatch
+from onebudget.core import Request, RequestOutput, RequestState, SamplingParams, ScheduledBatch, TokenLogprob
 from onebudget.errors import ConfigError
 
 
@@ -41,8 +41,8 @@ def test_lists_become_tuples_and_one_stop_text_a_tuple_of_one() -> None:
         ("top_p", 0), ("top_p", 1.01), ("top_p", float("nan")), ("top_k", -1), ("top_k", 1.0),
         ("seed", 1.5), ("seed", True), ("stop", ("",)), ("stop", ("a", 3)),
         ("stop_token_ids", (-1,)), ("stop_token_ids", ("a",)), ("min_tokens", -1), ("min_tokens", 0.5),
-        ("repetition_penalty", 1.1), ("presence_penalty", 0.1), ("frequency_penalty", -0.1),
-        ("logprobs", 1), ("prompt_logprobs", 0), ("n", 2), ("n", "1"),
+        ("repetition_penalty", 0), ("repetition_penalty", -1.0), ("presence_penalty", float("nan")),
+        ("frequency_penalty", float("inf")), ("logprobs", -1), ("n", 0), ("n", "1"),
     ],
 )  # fmt: skip
 def test_unusable_values_name_field_and_value(field: str, value: object) -> None:
@@ -64,10 +64,24 @@ def test_unusable_values_name_field_and_value(field: str, value: object) -> None
         ("stop_token_ids", 5),
     ],
 )
-@pytest.mark.xfail(reason="values of the wrong type end in TypeError instead of ConfigError", raises=TypeError)
 def test_wrong_types_are_config_errors_too(field: str, value: object) -> None:
     with pytest.raises(ConfigError):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+def test_no_penalty_is_the_default_and_none_means_it() -> None:
+    params = SamplingParams(
+        repetition_penalty=None, presence_penalty=None, frequency_penalty=None, prompt_ignore_length=None
+    )  # type: ignore[arg-type]
+    assert params == SamplingParams()
+    assert not params.penalised
+
+
+@pytest.mark.parametrize(
+    "penalty", [{"repetition_penalty": 0.5}, {"presence_penalty": -2}, {"frequency_penalty": 0.001}]
+)
+def test_any_penalty_means_that_tokens_are_counted(penalty: dict[str, Any]) -> None:
+    assert SamplingParams(**penalty).penalised
 
 
 @given(prompt=st.integers(1, 50), chunks=st.lists(st.integers(1, 20), min_size=1, max_size=60))
@@ -126,3 +140,20 @@ def test_output_is_a_copy_of_the_request() -> None:
         "request_id": 7, "prompt": "hi", "prompt_token_ids": [0, 1], "text": "", "token_ids": [4, 5],
         "finish_reason": "error", "error": "why", "timings": one.timings.to_dict(),
     }  # fmt: skip
+
+
+def test_log_probabilities_are_in_the_output_only_where_asked_for() -> None:
+    first, second = TokenLogprob(4, -0.5, 1, ((4, -0.5), (9, -2.0))), TokenLogprob(5, float("-inf"), 10)
+    one = Request(0, [1, 2], SamplingParams(logprobs=2, prompt_logprobs=0), max_new_tokens=4)
+    one.output_token_ids += [4]
+    one.logprobs += [first, second]  # the second belongs to a token that was thrown away
+    one.prompt_logprobs += [None, second]
+    output = RequestOutput.of(one)
+    assert output.logprobs == [first]
+    document = output.to_dict()
+    assert document["logprobs"] == [
+        {"token_id": 4, "logprob": -0.5, "rank": 1,
+         "top": [{"token_id": 4, "logprob": -0.5}, {"token_id": 9, "logprob": -2.0}]},
+    ]  # fmt: skip
+    assert document["prompt_logprobs"] == [None, {"token_id": 5, "logprob": None, "rank": 10, "top": []}]
+    assert RequestOutput.of(request(0, 2)).logprobs is None

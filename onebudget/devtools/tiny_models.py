@@ -28,7 +28,9 @@ TINY_VOCAB = 320
 
 _WINDOW = 24
 _CHAT_TEMPLATE = (
-    "{% for message in messages %}<bos>{{ message['role'] }}\n{{ message['content'] }}<end>\n{% endfor %}"
+    "{% for message in messages %}"
+    "{% if not message['role'] %}{{ raise_exception('a message without a role') }}{% endif %}"
+    "<bos>{{ message['role'] }}\n{{ message['content'] }}<end>\n{% endfor %}"
     "{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
 )
 _COMMON: Mapping[str, Any] = {

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from onebudget.attention import check_kv_dtype
+from onebudget.budget.estimation import why_estimation_is_off
 from onebudget.budget.profile import ProfileResult
 from onebudget.buffers import BufferManager
 from onebudget.config import BudgetConfig, resolve_max_seq_len
@@ -71,7 +72,8 @@ def build_engine(
         ledger = engine_ledger(folder, facts, dtype, config, profile, device=device, rounding_bytes=rounding)
         device.reset_peak()
         cap = ledger.admission.attended_tokens_cap
-        executor = build_executor(station, config, ledger.kv_cache.blocks, metered=True, attended_tokens_cap=cap)
+        probed = why_estimation_is_off(config) is None
+        executor = build_executor(station, config, ledger.kv_cache.blocks, metered=probed, attended_tokens_cap=cap)
         undo.callback(executor.shutdown)
         with station.stages.open("warm_up"):
             _warm_up(executor, config, progress)

@@ -11,6 +11,7 @@ from onebudget.attention import backend_for
 from onebudget.budget.advice import Candidate
 from onebudget.budget.context_workspace import ContextWorkspace, context_workspace_for
 from onebudget.budget.derive import derive_budget
+from onebudget.budget.estimation import why_estimation_is_off
 from onebudget.budget.late import LateAllocations
 from onebudget.budget.ledger import DeviceLine, HostLine, Ledger
 from onebudget.budget.reserves import ReserveLine, seat_count
@@ -65,6 +66,7 @@ def engine_ledger(
         outside={"other_processes": others, "fragmentation": rounding_bytes - others},
         basis={"weights": "exact"},
         host=[HostLine("sleep_backup", profile.model_bytes, "rank")] if config.enable_sleep else [],
+        notes=[f"No profiling run took place: {reason}."] if (reason := why_estimation_is_off(config)) else [],
         candidates=lambda wanted: _candidates(folder, facts, dtype, wanted, granule),
     )
 

@@ -367,7 +367,6 @@ def _resolved(knobs: Mapping[str, Any]) -> BudgetConfig:
 _UNBUILT_KNOBS = {
     "avg_seq_len", "cross_kv_fraction", "disk_cache_bytes",
     "host_cache_bytes", "max_attention_window", "max_util_for_resume", "pool_ratio",
-    "skip_estimation",
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from onebudget.attention import backend_for
+from onebudget.budget.estimation import why_estimation_is_off
 from onebudget.budget.probe_load import dummy_lengths, limit_probe_pool, probe_pool, resolve_probe_config
 from onebudget.budget.profile import ProfileResult
 from onebudget.budget.reserves import seat_count
@@ -112,12 +113,17 @@ def probe_batches(config: BudgetConfig) -> list[list[int]]:
 def measure(station: Station, config: BudgetConfig, progress: Progress) -> tuple[ProfileResult, int]:
     """Profile the placed model on its device; returns the samples and the bytes lost to rounding outside them.
 
-    The device is as before when this returns or raises. ``BudgetError`` when the dummies don't fit.
+    Where estimation is off nothing runs, and the peak is what the device uses now. The device is as before when this
+    returns or raises. ``BudgetError`` when the dummies don't fit.
     """
     device = station.device
     device.empty_cache()
     device.reset_peak()
-    model_bytes = device.sample().alloc_live
+    before = device.sample()
+    model_bytes = before.alloc_live
+    if why_estimation_is_off(config):
+        used = before.total - before.free
+        return ProfileResult.without_probe(model_bytes=model_bytes, device_used_bytes=used), used - model_bytes
     batches = probe_batches(config)
     with _probe_executor(station, config, batches) as executor:
         with progress.stage("profile", len(batches)) as stage:

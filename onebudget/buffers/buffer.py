@@ -38,26 +38,26 @@ class Buffer:
 
     def __init__(
         self, device: Device, kind: MemoryKind, source: Allocator, stream: Stream | None, owner: str,
-        shape: tuple[int, ...], size: int, dtype: str, itemsize: int,
+        shape: tuple[int, ...], size: int, element: tuple[str, int],
     ) -> None:  # fmt: skip
-        self._released = True
         self._allocation: Allocation | None = None
+        self.dtype, self._itemsize = element
+        self.capacity_bytes = nbytes = size * element[1]
         self.device = device
         self.kind = kind
         self.owner = owner
-        self.dtype = dtype
         self.shape = shape
         self.size = size
-        self.capacity_bytes = nbytes = size * itemsize
-        self._itemsize = itemsize
         self._source = source
         self._stream = stream
         self._uses: list[Stream] | None = None
+        self._released = False
         if nbytes:
             self._allocation = source.allocate(nbytes, stream, owner)
-            if not source.counted_by_kind:
-                memory_counters.add(kind, nbytes)
-        self._released = False
+            if source.counted_by_account:
+                memory_counters.deltas[kind] = nbytes
+            else:
+                _count(source, kind, nbytes)
 
     def __repr__(self) -> str:
         state = ", released" if self._released else ""
@@ -72,13 +72,14 @@ class Buffer:
             self.release()
 
     def __del__(self) -> None:
-        if getattr(self, "_released", True) or self._allocation is None:
+        if self._allocation is None:
             return
+        source = self._source
         if self.device.closed:
-            if not self._source.counted_by_kind:
+            if not (source.counted_by_kind or source.counted_by_account):
                 memory_counters.note(self.kind, -self.capacity_bytes)
             return
-        later = _FreeLater(self._source, self._allocation, self._stream, self.kind, self.capacity_bytes)
+        later = _FreeLater(source, self._allocation, self._stream, self.kind, self.capacity_bytes)
         self.device.orphans.append(later)
 
     @property
@@ -171,8 +172,7 @@ class Buffer:
         if nbytes > self.capacity_bytes:
             fresh = self._source.allocate(nbytes, self._stream, self.owner)
             self._give_back()
-            if not self._source.counted_by_kind:
-                memory_counters.add(self.kind, nbytes)
+            _count(self._source, self.kind, nbytes)
             self._allocation = fresh
             self.capacity_bytes = nbytes
         self.shape, self.size = shape, count
@@ -182,14 +182,23 @@ class Buffer:
         if self._released:
             raise UseAfterFreeError(f"double free: {self!r}")
         self._released = True
-        self._give_back()
+        allocation = self._allocation
+        if allocation is None or self._uses or self.device.closed:
+            self._give_back()
+            return
+        self._allocation = None  # from here on what _give_back does, without its calls: this is the hot path
+        source = self._source
+        if source.counted_by_account:
+            memory_counters.deltas[self.kind] = -self.capacity_bytes
+        else:
+            _count(source, self.kind, -self.capacity_bytes)
+        source.deallocate(allocation, self._stream)
 
     def _give_back(self) -> None:
         allocation, self._allocation = self._allocation, None
         if allocation is None:
             return
-        if not self._source.counted_by_kind:
-            memory_counters.add(self.kind, -self.capacity_bytes)
+        _count(self._source, self.kind, -self.capacity_bytes)
         if self.device.closed:
             return
         if self._uses:
@@ -220,9 +229,16 @@ class _FreeLater:
         self.nbytes = nbytes
 
     def __call__(self) -> None:
-        if not self.source.counted_by_kind:
-            memory_counters.add(self.kind, -self.nbytes)
+        _count(self.source, self.kind, -self.nbytes)
         self.source.deallocate(self.allocation, self.stream)
+
+
+def _count(source: Allocator, kind: MemoryKind, nbytes: int) -> None:
+    """Count a change per kind, unless the allocator does: in the device's books, or by itself."""
+    if source.counted_by_account:
+        memory_counters.deltas[kind] = nbytes
+    elif not source.counted_by_kind:
+        memory_counters.add(kind, nbytes)
 
 
 def parse_shape(size: int | Sequence[int]) -> tuple[tuple[int, ...], int]:

@@ -10,13 +10,14 @@ from typing import Any, Self
 
 from onebudget.buffers.agreement import RankGroup
 from onebudget.buffers.buffer import Buffer, parse_shape
+from onebudget.buffers.counters import memory_counters
 from onebudget.buffers.dtypes import element_type
 from onebudget.buffers.kinds import MemoryKind
 from onebudget.buffers.nvls import NvlsAllocator, agree_on_request
 from onebudget.buffers.pinned_pool import PinnedPool
 from onebudget.buffers.transfer import HostData, copy_buffer, copy_from_host, fill_buffer
 from onebudget.buffers.virtual.allocator import VirtualAllocator
-from onebudget.buffers.virtual.config import VirtualConfig, config_stack
+from onebudget.buffers.virtual.config import BACKGROUND, VirtualConfig, config_stack
 from onebudget.device.allocators import Allocator, Pool
 from onebudget.device.sample import PoolStats
 from onebudget.device.streams import Stream
@@ -25,6 +26,7 @@ from onebudget.errors import ConfigError, DeviceError, StateError
 log = logging.getLogger(__name__)
 
 Size = int | Sequence[int]
+_GPU = MemoryKind.GPU  # members of an enumeration are slow to look up
 
 
 class BufferManager:
@@ -48,6 +50,7 @@ class BufferManager:
         self._pool = self.device.primary_pool() if pool is None else pool
         self._device_source: Allocator = self._pool or self.device.blocking
         self._pinned_pool = PinnedPool(self.device)
+        memory_counters.watch(self.device.account)
         self._closed = False
         log.info("buffer manager of %s on stream %s of %s", owner, stream.stream_id, self.device.name)
 
@@ -68,8 +71,8 @@ class BufferManager:
     def gpu(self, size: Size, dtype: Any = "uint8", *, owner: str | None = None) -> Buffer:
         """Device memory: virtual where a scope is active, else stream-ordered from the pool, else blocking."""
         config = config_stack.current
-        source = self._virtual_source(config) if config else self._device_source
-        return self._make(MemoryKind.GPU, source, size, dtype, owner)
+        source = self._device_source if config is BACKGROUND else self._virtual_source(config)
+        return self._make(_GPU, source, size, dtype, owner)
 
     def gpu_sync(self, size: Size, dtype: Any = "uint8", *, owner: str | None = None) -> Buffer:
         """Device memory that is there at once and outside the pool; virtual where a scope is active."""
@@ -173,9 +176,8 @@ class BufferManager:
         if self._closed:
             self._check_open()
         shape, count = ((size,), size) if type(size) is int and size >= 0 else parse_shape(size)
-        name, itemsize = element_type(dtype)
         stream = self.stream if source.stream_ordered else None
-        return Buffer(self.device, kind, source, stream, owner or self.owner, shape, count, name, itemsize)
+        return Buffer(self.device, kind, source, stream, owner or self.owner, shape, count, element_type(dtype))
 
     def _virtual_source(self, config: VirtualConfig) -> VirtualAllocator:
         return VirtualAllocator(self.device, config, self.stream)

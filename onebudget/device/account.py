@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from onebudget.device.allocators import Allocation
 
 TENSOR_OWNER: Final = "tensors"
 
@@ -30,8 +34,8 @@ class Account:
     """
 
     __slots__ = (
-        "_refunds", "blocking_bytes", "buffer_bytes", "lock", "mapped_bytes", "others_bytes", "owners", "peak_bytes",
-        "pool_bytes", "tensor_bytes", "total_bytes", "used_bytes",
+        "__weakref__", "_refunds", "_returns", "blocking_bytes", "buffer_bytes", "lock", "mapped_bytes", "others_bytes",
+        "owners", "peak_bytes", "pool_bytes", "requested_bytes", "tensor_bytes", "total_bytes", "used_bytes",
     )  # fmt: skip
 
     def __init__(self, total_bytes: int | None, others_bytes: int = 0) -> None:
@@ -41,9 +45,12 @@ class Account:
         self.used_bytes = others_bytes
         self.pool_bytes = self.blocking_bytes = self.mapped_bytes = self.tensor_bytes = 0
         self.buffer_bytes = 0
+        self.requested_bytes = 0
+        """What pools have handed out, before rounding."""
         self.peak_bytes = 0
         self.owners: dict[str, OwnerBytes] = {}
         self._refunds: deque[tuple[int, str]] = deque()
+        self._returns: list[tuple[deque[Allocation], Callable[[], None]]] = []
 
     @property
     def live_bytes(self) -> int:
@@ -109,18 +116,28 @@ class Account:
             finally:
                 self.lock.release()
 
+    def watch_returns(self, returns: deque[Allocation], book_locked: Callable[[], None]) -> None:
+        """Let a pool only note its frees in ``returns``: ``book_locked`` runs before anybody reads or raises a mark."""
+        self._returns.append((returns, book_locked))
+
     def settle(self) -> None:
-        """Book the refunds that were only noted."""
-        if self._refunds:
+        """Book what was only noted: refunds of tensors, and frees of pools."""
+        if self._refunds or any(returns for returns, _ in self._returns):
             with self.lock:
                 self._settle_locked()
 
     def _settle_locked(self) -> None:
+        self._book_returns_locked()
         while self._refunds:
             nbytes, owner = self._refunds.popleft()
             self.used_bytes -= nbytes
             self.tensor_bytes -= nbytes
             self.owners[owner].live -= nbytes
+
+    def _book_returns_locked(self) -> None:
+        for returns, book_locked in self._returns:
+            if returns:
+                book_locked()
 
     def hand_out(self, nbytes: int, owner: str) -> None:
         with self.lock:
@@ -140,6 +157,7 @@ class Account:
         self.owners[owner].live -= nbytes
 
     def _raise_marks_locked(self, nbytes: int, owner: str) -> None:
+        self._book_returns_locked()
         entry = self.owners.get(owner)
         if entry is None:
             entry = self.owners[owner] = OwnerBytes()
@@ -153,13 +171,20 @@ class Account:
     def reset_peak(self) -> None:
         """High-water marks fall to what is live now; owners that hold nothing are forgotten."""
         with self.lock:
+            self._settle_locked()
             self.peak_bytes = self.live_bytes
             self.owners = {name: entry for name, entry in self.owners.items() if entry.live}
             for entry in self.owners.values():
                 entry.peak = entry.live
 
+    def read_requested_bytes(self) -> int:
+        with self.lock:
+            self._settle_locked()
+            return self.requested_bytes
+
     def live_by_owner(self) -> dict[str, int]:
         with self.lock:
+            self._settle_locked()
             return {name: entry.live for name, entry in self.owners.items() if entry.live}
 
     def peak_by_owner(self) -> dict[str, int]:

@@ -23,10 +23,19 @@ class Allocation:
     that may use the bytes.
     """
 
-    __slots__ = ("address", "detail", "free_issued", "freed", "memory", "nbytes", "owner")
+    __slots__ = ("address", "detail", "free_issued", "freed", "memory", "nbytes", "owner", "requested_bytes")
 
-    def __init__(self, address: int, nbytes: int, owner: str, memory: object = None, detail: object = None) -> None:
+    def __init__(
+        self,
+        address: int,
+        nbytes: int,
+        owner: str,
+        memory: object = None,
+        detail: object = None,
+        requested_bytes: int = 0,
+    ) -> None:
         self.address = address
+        self.requested_bytes = requested_bytes
         self.nbytes = nbytes
         self.owner = owner
         self.memory = memory
@@ -59,6 +68,8 @@ class Allocator(ABC):
     stream_ordered: ClassVar[bool] = False
     counted_by_kind: ClassVar[bool] = False
     """Does it keep the process's counters per kind itself?"""
+    counted_by_account: ClassVar[bool] = False
+    """Does it count the bytes it was asked for in the device's books, where those counters read them?"""
 
     @abstractmethod
     def allocate(self, nbytes: int, stream: Stream | None, owner: str) -> Allocation:
@@ -73,6 +84,7 @@ class Pool(Allocator):
     """Stream-ordered device memory that keeps freed bytes reserved until it is trimmed."""
 
     stream_ordered: ClassVar[bool] = True
+    counted_by_account: ClassVar[bool] = True
 
     @abstractmethod
     def reserved_bytes(self) -> int:

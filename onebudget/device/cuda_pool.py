@@ -33,7 +33,8 @@ class CudaPool(Pool):
         self.device = device
         self._context = context
         self._driver = driver = context.driver
-        self._live: set[int] = set()
+        self._live: dict[int, int] = {}
+        """Bytes asked for, by address."""
         self._lock = threading.Lock()
         self._attributes = driver.api.CUmemPool_attribute
         self._handle = context.call("cuMemPoolCreate", pool_properties(driver.api, device.index))
@@ -62,9 +63,12 @@ class CudaPool(Pool):
             lambda: device.out_of_memory(nbytes, owner=owner),
         )
         with self._lock:
-            self._live.add(address)
-        device.account.hand_out(size, owner)
-        return Allocation(address, size, owner, detail=self)
+            self._live[address] = nbytes
+        account = device.account
+        with account.lock:
+            account.hand_out_locked(size, owner)
+            account.requested_bytes += nbytes
+        return Allocation(address, size, owner, requested_bytes=nbytes)
 
     def deallocate(self, allocation: Allocation, stream: Stream | None) -> None:
         allocation.begin_free()
@@ -72,10 +76,13 @@ class CudaPool(Pool):
         with self._lock:
             if allocation.address not in self._live:
                 return  # the pool was closed, and gave it back then
-            self._live.remove(allocation.address)
+            del self._live[allocation.address]
         call, order = self._on(stream)
         call("cuMemFreeAsync", allocation.address, order)
-        self.device.account.take_back(allocation.nbytes, allocation.owner)
+        account = self.device.account
+        with account.lock:
+            account.take_back_locked(allocation.nbytes, allocation.owner)
+            account.requested_bytes -= allocation.requested_bytes
 
     def trim_to(self, nbytes: int) -> None:
         if nbytes < 0:
@@ -85,7 +92,9 @@ class CudaPool(Pool):
     def close(self) -> None:
         """Free what is still handed out and destroy the pool. The device must be idle."""
         with self._lock:
-            live, self._live = self._live, set()
+            live, self._live = self._live, {}
+        with self.device.account.lock:
+            self.device.account.requested_bytes -= sum(live.values())
         for address in live:
             self._context.call("cuMemFree", address)
         self._context.call("cuMemPoolDestroy", self._handle)

@@ -7,6 +7,7 @@ hand out never depends on the order of earlier requests, only on what is live.
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from typing import Protocol
 
@@ -56,11 +57,16 @@ class ArenaPool(Pool):
         self._heads: list[Span] = []
         self._reserved = 0
         self._used = 0
+        self._requested = 0
+        self._returned: deque[Allocation] = deque()
+        """Freed and not booked yet. Appending needs no lock; what comes off is booked, or handed out again as it is."""
+        self._account.watch_returns(self._returned, self._book_returned)
 
     def reserved_bytes(self) -> int:
         return self._reserved
 
     def used_bytes(self) -> int:
+        self._account.settle()
         return self._used
 
     def stats(self) -> PoolStats:
@@ -72,31 +78,44 @@ class ArenaPool(Pool):
         if self._orphans:
             self.device.collect()
         size = (nbytes + 511) & -512
+        again = self._last_returned(nbytes, size, owner) if self._returned else None
+        if again is not None:
+            return again
         with self._lock:
+            self._book_returned()
             span = self._idle.pop_exact(size) or self._carve(size)
             if span is not None:
-                return self._hand_out(span, owner)
+                return self._hand_out(span, nbytes, owner)
         return self._allocate_under_pressure(nbytes, size, owner)
 
     def deallocate(self, allocation: Allocation, stream: Stream | None) -> None:
-        allocation.begin_free()
+        if allocation.free_issued:
+            allocation.begin_free()
+        allocation.free_issued = True
         if stream is None or not stream.pending:
-            self._take_back(allocation)
+            allocation.freed = True
+            self._returned.append(allocation)
         else:
             assert isinstance(stream, QueueStream)
+            with self._lock:
+                self._count_requested(-allocation.requested_bytes)
+                allocation.requested_bytes = 0
             stream.run(partial(self._take_back, allocation))
 
     def trim_to(self, nbytes: int) -> None:
         if nbytes < 0:
             raise ConfigError.for_field("nbytes", nbytes, "zero or more")
         with self._lock:
+            self._book_returned()
             for span in self._idle.spans():
                 self._decommit(span, self._reserved - nbytes)
 
     def close(self) -> None:
         """Give all physical memory back, handed out or not."""
         with self._lock:
+            self._book_returned()
             self._account.charge_pool_locked(-self._reserved)
+            self._count_requested(-self._requested)
             self._reserved = 0
             for head in self._heads:
                 head.arena.close()
@@ -104,21 +123,47 @@ class ArenaPool(Pool):
             self._heads.clear()
             self._idle, self._bare = SpanIndex(), SpanIndex()
 
-    def _hand_out(self, span: Span, owner: str) -> Allocation:
+    def _hand_out(self, span: Span, nbytes: int, owner: str) -> Allocation:
         size = span.nbytes
         self._used += size
+        self._count_requested(nbytes)
         self._account.hand_out_locked(size, owner)
         arena = span.arena
-        return Allocation(arena.address + span.start, size, owner, arena, span)
+        return Allocation(arena.address + span.start, size, owner, arena, span, nbytes)
+
+    def _count_requested(self, nbytes: int) -> None:
+        self._requested += nbytes
+        self._account.requested_bytes += nbytes
 
     def _take_back(self, allocation: Allocation) -> None:
-        span = allocation.detail
-        with self._lock:
-            allocation.freed = True
+        """The stream reached the free."""
+        allocation.freed = True
+        self._returned.append(allocation)
+
+    def _last_returned(self, nbytes: int, size: int, owner: str) -> Allocation | None:
+        """The bytes freed last, when they are as wanted: no book changes, so neither lock nor search is needed."""
+        returned = self._returned
+        try:
+            last = returned[-1]
+            if last.requested_bytes != nbytes or last.owner != owner or not self._heads:
+                return None
+            popped = returned.pop()
+        except IndexError:  # booked by another thread
+            return None
+        if popped is last:
+            return Allocation(last.address, size, owner, last.memory, last.detail, nbytes)
+        returned.append(popped)
+        return None
+
+    def _book_returned(self) -> None:
+        """Wants the lock."""
+        while self._returned:
+            allocation = self._returned.popleft()
             self._used -= allocation.nbytes
             self._account.take_back_locked(allocation.nbytes, allocation.owner)
             if self._heads:
-                self._add_free(span, _IDLE)  # type: ignore[arg-type]
+                self._count_requested(-allocation.requested_bytes)
+                self._add_free(allocation.detail, _IDLE)  # type: ignore[arg-type]
 
     def _allocate_under_pressure(self, nbytes: int, size: int, owner: str) -> Allocation:
         self.device.check_open()
@@ -126,7 +171,7 @@ class ArenaPool(Pool):
         with self._lock:
             span = self._carve(size) or self._extend(size)
             if span is not None:
-                return self._hand_out(span, owner)
+                return self._hand_out(span, nbytes, owner)
         raise self.device.out_of_memory(nbytes, owner=owner)
 
     def _carve(self, size: int) -> Span | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from onebudget.buffers import BufferManager
+from onebudget.buffers import BufferManager, MemoryKind, memory_counters
 from onebudget.device.cuda import CudaDevice
 from onebudget.device.cuda_pool import CudaPool
 from onebudget.errors import AllocationError, ConfigError
@@ -112,3 +112,16 @@ def test_an_allocation_that_outlives_the_pool(api: Any, device: CudaDevice) -> N
     assert api.left() == {}
     pool.deallocate(allocation, stream)
     assert api.left() == {}
+
+
+def test_buffers_from_the_pool_are_counted_by_kind(device: CudaDevice) -> None:
+    before = memory_counters.current(MemoryKind.GPU)
+    manager = BufferManager(device.create_stream())
+    first, second = manager.gpu(1000), manager.gpu(10)
+    assert (memory_counters.current(MemoryKind.GPU) - before, memory_counters.delta(MemoryKind.GPU)) == (1010, 10)
+    first.release()
+    assert (memory_counters.current(MemoryKind.GPU) - before, memory_counters.delta(MemoryKind.GPU)) == (10, -1000)
+    device.close()
+    assert memory_counters.current(MemoryKind.GPU) == before
+    second.release()
+    assert memory_counters.current(MemoryKind.GPU) == before

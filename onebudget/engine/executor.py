@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -146,6 +147,7 @@ class Executor:
     def _fail(self, requests: list[Request], error: Exception) -> list[Request]:
         """Refuse requests of a failed step, not the process. Others in it keep their state and are computed again."""
         logger.debug("step failed", exc_info=error)
+        _let_go(error)
         self.counters.failed_steps += 1
         self.last_error = error
         for request in requests:
@@ -194,3 +196,10 @@ class Executor:
         self.sampler.release()
         self.resources.shutdown()
         self.runner.release()
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Drop what the frames of a failed step hold: its tensors would stay on the device for as long as the error."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

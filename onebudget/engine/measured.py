@@ -8,13 +8,16 @@ if TYPE_CHECKING:
     from onebudget.device.base import Device
     from onebudget.engine.build import Engine
 
+_HANDED_OUT = ("weights", "activations", "fixed_workspace", "context_workspace", "penalty_workspace")
+
 
 def measured_terms(engine: Engine) -> dict[str, Any]:
     """Bytes held and the peak of their use since the engine was built, by the ledger's own names.
 
     ``activations`` are measured while the meter is on: in every step under strict memory, else in the warm-up, which
     repeats the profiled shapes. Scratch and ``kv_cache`` count the part really used at the peak; scratch beyond the
-    planned ``fixed_workspace`` counts as ``context_workspace``.
+    planned ``fixed_workspace`` counts as ``context_workspace``. ``logits`` is by how much rows of the vocabulary rose
+    above the peaks of everything else.
     """
     device, executor = engine.station.device, engine.executor
     peaks, scratch = device.peak_by_owner(), executor.runner.scratch
@@ -24,10 +27,13 @@ def measured_terms(engine: Engine) -> dict[str, Any]:
         "activations": _twice(peaks.get("activations", 0) + peaks.get("static_inputs", 0)),
         "fixed_workspace": (min(scratch.capacity_bytes, fixed), min(scratch.peak_bytes, fixed)),
         "context_workspace": (max(scratch.capacity_bytes - fixed, 0), max(scratch.peak_bytes - fixed, 0)),
+        "penalty_workspace": (executor.sampler.table_bytes, peaks.get("penalty_workspace", 0)),
         "other_processes": _twice(device.account.others_bytes),
         "fragmentation": _twice(_rounding_bytes(device)),
     }
     pool = executor.kv.pool
+    beside = sum(held[name][1] for name in _HANDED_OUT) + pool.allocated_bytes
+    held["logits"] = (0, min(peaks.get("logits", 0), max(0, device.sample().alloc_peak - beside)))
     kv_peak = executor.kv.peak_used_blocks * pool.layout.block_bytes
     terms = [{"name": name, "bytes": now, "peak_bytes": peak} for name, (now, peak) in held.items() if now or peak]
     held_bytes = sum(now for now, _ in held.values()) + pool.allocated_bytes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onebudget.engine import penalties as penalty
+from onebudget.engine import logprobs, penalties
 from onebudget.engine.logprobs import token_logprobs
 from onebudget.errors import AllocationError
 
@@ -31,13 +31,13 @@ class Sampler:
 
     Greedy rows by argmax; random rows by inverting the cumulative distribution at one uniform number each. The uniform
     numbers come from the request's own generator and every row is treated by itself, so a seed gives the same tokens in
-    any batch. Without ``penalties`` no penalised request may arrive.
+    any batch. Without a ``store`` no penalised request may arrive.
     """
 
-    def __init__(self, seed: int | None = None, penalties: PenaltyStore | None = None) -> None:
+    def __init__(self, seed: int | None = None, store: PenaltyStore | None = None) -> None:
         self._seeds = random.Random(seed)
         self._generators: dict[int, random.Random] = {}
-        self.penalties = penalties
+        self._store = store
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         """One token id per row of ``logits`` ``[len(requests), vocab]``; requests that ask for log-probabilities get
@@ -45,8 +45,8 @@ class Sampler:
 
         ``AllocationError`` of owner ``penalty_workspace``, with nothing changed, where penalties find no room.
         """
-        if self.penalties is not None:
-            self.penalties.begin(requests, logits.shape[-1])
+        if self._store is not None:
+            self._store.begin(requests, logits.shape[-1])
         tokens = torch.argmax(logits, dim=-1)
         for rows in _alike(requests):
             chosen = [requests[row] for row in rows]
@@ -63,35 +63,43 @@ class Sampler:
         return sampled
 
     def blamed(self, batch: ScheduledBatch, error: Exception) -> list[Request]:
-        """Requests that a failed step ends: where penalties found no room those that wanted some, else all."""
-        if not isinstance(error, AllocationError) or error.owner != penalty.OWNER:
-            return batch.requests
-        return [request for request in [*batch.context_last, *batch.generation] if request.params.penalised]
+        """Requests that a failed step ends: those that wanted what found no room, before anything was sampled for the
+        others; else all."""
+        owner = error.owner if isinstance(error, AllocationError) else None
+        if owner == penalties.OWNER:
+            return [request for request in [*batch.context_last, *batch.generation] if request.params.penalised]
+        if owner == logprobs.OWNER:
+            return [request for request in batch.context if request.params.prompt_logprobs is not None]
+        return batch.requests
 
     def forget(self, request: Request) -> None:
         self._generators.pop(request.id, None)
-        if self.penalties is not None:
-            self.penalties.forget(request)
+        if self._store is not None:
+            self._store.forget(request)
 
     @property
     def buffers(self) -> list[Buffer]:
-        return [] if self.penalties is None else self.penalties.buffers
+        return [] if self._store is None else self._store.buffers
+
+    @property
+    def table_bytes(self) -> int:
+        return 0 if self._store is None else self._store.table_bytes
 
     def rebuild(self) -> None:
         """New memory after the old was lost."""
-        if self.penalties is not None:
-            self.penalties.release()
-            self.penalties.allocate()
+        if self._store is not None:
+            self._store.release()
+            self._store.allocate()
 
     def release(self) -> None:
-        if self.penalties is not None:
-            self.penalties.release()
+        if self._store is not None:
+            self._store.release()
 
     def _prepared(self, logits: torch.Tensor, index: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
         """A float32 copy of the rows, penalised and without barred tokens."""
         rows = logits[index].float()
-        if self.penalties is not None:
-            self.penalties.apply(rows, requests)
+        if self._store is not None:
+            self._store.apply(rows, requests)
         for row, request in zip(rows, requests, strict=True):
             if _is_barred(request):
                 inside = [token for token in sorted(request.end_token_ids) if token < rows.shape[-1]]

@@ -1,0 +1,128 @@
+"""Proofs that every reserve is necessary: with all of them a workload runs to its end, without one memory runs out.
+
+``remove_reserve`` builds engines that leave one reserve out, so that its bytes go to the KV pool. ``PROOFS`` holds one
+workload per reserve; whoever adds a reserve adds its proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onebudget.budget.ledger import TERM_NAMES
+from onebudget.core import SamplingParams
+from onebudget.devtools.tiny_models import TinyKind, tiny_model
+from onebudget.errors import ConfigError
+
+if TYPE_CHECKING:
+    from onebudget import LLM
+    from onebudget.core import RequestOutput
+
+
+@contextmanager
+def remove_reserve(name: str) -> Iterator[None]:
+    """Engines built inside do not hold this reserve back: its bytes go to the KV pool, and what it was for will find no
+    room. For tests. ``ConfigError`` for a name that no ledger knows."""
+    from onebudget.engine.derivation import left_out
+
+    if name not in TERM_NAMES:
+        raise ConfigError.for_field("name", name, f"a term of the ledger: {', '.join(TERM_NAMES)}")
+    token = left_out.set(left_out.get() | {name})
+    try:
+        yield
+    finally:
+        left_out.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """``count`` equal requests of a workload; each has a prompt of its own, so that nothing is reused."""
+
+    prompt_tokens: int
+    params: SamplingParams
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """One reserve with a workload that needs it.
+
+    ``owner``: whose allocation fails without the reserve. ``jobs`` without their last request run to the end even then.
+    ``model``: overrides of a tiny model's config that make the reserve large beside everything else. A token or byte
+    cap on the pool would keep the reserve's bytes away from it, so ``knobs`` have none.
+    """
+
+    reserve: str
+    owner: str
+    jobs: Sequence[Job]
+    device_memory: int
+    knobs: Mapping[str, Any]
+    kind: TinyKind = "gqa"
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+    def write_model(self, folder: Path) -> Path:
+        return tiny_model(self.kind, folder, **self.model)
+
+    def engine(self, folder: Path) -> LLM:
+        """An engine that gives the pool all that the plan leaves and enforces the capacity in every step."""
+        from onebudget import LLM
+
+        return LLM(
+            folder,
+            strict_memory=True,
+            device_memory=self.device_memory,
+            free_gpu_memory_fraction=1.0,
+            dtype="fp32",
+            **self.knobs,
+        )
+
+    def serve(self, llm: LLM, *, without_last: bool = False) -> list[RequestOutput]:
+        """Run the workload, whole or without its last request."""
+        jobs = [job for job in self.jobs for _ in range(job.count)]
+        if without_last:
+            jobs = jobs[:-1]
+        vocab: int = llm.engine.station.model.facts.vocab_size
+        prompts = [[(number + place) % vocab for place in range(job.prompt_tokens)] for number, job in enumerate(jobs)]
+        outputs: list[RequestOutput] = llm.generate(prompts, [job.params for job in jobs])
+        return outputs
+
+
+def _greedy(new_tokens: int, **params: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True, **params)
+
+
+PROOFS: Mapping[str, Proof] = {
+    proof.reserve: proof
+    for proof in (
+        # The staging area of a decode batch is wanted after the prefill peak is over, and exceeds what that left free.
+        Proof(
+            reserve="fixed_workspace",
+            owner="fixed_workspace",
+            model={"num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 16, "num_hidden_layers": 1},
+            knobs={"max_batch_size": 2, "max_num_tokens": 72, "max_seq_len": 192, "tokens_per_block": 32},
+            device_memory=8 << 20,
+            jobs=[Job(36, _greedy(156), count=2)],
+        ),
+        # The batch is full, so its logits stand beside the tables, and one request wants penalties.
+        Proof(
+            reserve="penalty_workspace",
+            owner="penalty_workspace",
+            model={"vocab_size": 2048, "hidden_size": 32, "num_key_value_heads": 1},
+            knobs={"max_batch_size": 384, "max_num_tokens": 384, "max_seq_len": 8, "tokens_per_block": 4},
+            device_memory=16 << 20,
+            jobs=[Job(1, _greedy(2), count=383), Job(1, _greedy(2, repetition_penalty=1.3, prompt_ignore_length=1))],
+        ),
+        # The vocabulary is wide and batches are small, so no other step holds as many rows of it.
+        Proof(
+            reserve="logits",
+            owner="logits",
+            model={"vocab_size": 8192, "hidden_size": 32},
+            knobs={"max_batch_size": 2, "max_num_tokens": 128, "max_seq_len": 128, "tokens_per_block": 8},
+            device_memory=16 << 20,
+            jobs=[Job(20, _greedy(4)), Job(100, _greedy(4, prompt_logprobs=1))],
+        ),
+    )
+}

@@ -1,9 +1,11 @@
 """Allocation and free, as a user calls them, beside other allocators on the same machine and in the same run.
 
 A pair is one ``BufferManager.gpu(n).release()``, or the peer's nearest equivalent; "touched" pairs also write every
-byte in between. All contenders of a size take turns, round by round, so that a drifting machine hits all of them.
-Microseconds per pair are a round's time over its pairs: median of the rounds with quartiles and minimum. p99 comes
-from pairs timed one by one. Ratios are ours over the peer, round by round: below 1 we are faster.
+byte in between. In "two alive" a buffer and one of another size and owner are alive together and go in the order they
+came, so that nothing can simply be handed out again. All contenders of a size take turns, round by round, so that a
+drifting machine hits all of them. Microseconds per pair are a round's time over its pairs: median of the rounds with
+quartiles and minimum. p99 comes from pairs timed one by one. Ratios are ours over the peer, round by round: below 1 we
+are faster.
 
 Peers: the pool path beside torch's own allocator and NumPy, the virtual path beside a fresh anonymous mapping. On a
 GPU: torch's caching allocator, and RMM where it can be imported. No wrappers are on.
@@ -48,10 +50,11 @@ Pair = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """``virtual``: its pairs run inside a virtual-memory scope. ``peer_of``: whose ratio it is the base of."""
+    """``pair`` makes ``pairs`` of them; with ``virtual`` inside a scope. ``peer_of``: whose ratio it is the base of."""
 
     name: str
     pair: Pair
+    pairs: int = 1
     virtual: bool = False
     peer_of: str | None = None
 
@@ -100,7 +103,8 @@ def contenders(manager: BufferManager, size: int, touched: bool) -> list[Contend
     """Ours first; every peer allocates the same bytes."""
     peers = cuda_peers(manager, size, touched) if manager.device.kind == "cuda" else host_peers(size, touched)
     pair = our_pair(manager, size, touched)
-    return [Contender("pool", pair), Contender("virtual", pair, virtual=True), *peers]
+    ours = [Contender("pool", pair), Contender("virtual", pair, virtual=True)]
+    return [*ours, *peers, *([] if touched else two_alive(manager, size))]
 
 
 def our_pair(manager: BufferManager, size: int, touched: bool) -> Pair:
@@ -118,6 +122,24 @@ def our_pair(manager: BufferManager, size: int, touched: bool) -> Pair:
         buffer.release()
 
     return plain if not touched else write if manager.device.host_addressable else fill
+
+
+def two_alive(manager: BufferManager, size: int) -> list[Contender]:
+    where = torch.device("cpu" if manager.device.host_addressable else manager.device.torch_device)
+
+    def with_pool() -> None:
+        first, second = manager.gpu(size), manager.gpu(size + 4096, owner="other")
+        first.release()
+        second.release()
+
+    def with_torch() -> None:
+        first = torch.empty(size, dtype=torch.uint8, device=where)
+        second = torch.empty(size + 4096, dtype=torch.uint8, device=where)
+        del first
+        del second
+
+    pool = Contender("pool, two alive", with_pool, pairs=2)
+    return [pool, Contender("torch, two alive", with_torch, pairs=2, peer_of=pool.name)]
 
 
 def host_peers(size: int, touched: bool) -> list[Contender]:
@@ -179,8 +201,8 @@ def measure(device: Device, field: Sequence[Contender], size: int, touched: bool
             start = number % len(field)
             for one in (*field[start:], *field[:start]):
                 with scope(one):
-                    times[one.name].append(timed_round(one.pair, counts[one.name]))
-                    singles[one.name] += timed_singles(one.pair, min(counts[one.name], SINGLE_PAIRS))
+                    times[one.name].append(timed_round(one, counts[one.name]))
+                    singles[one.name] += timed_singles(one, min(counts[one.name], SINGLE_PAIRS))
                 device.synchronize()
     return [row_of(one, size, touched, times, singles) for one in field]
 
@@ -188,28 +210,29 @@ def measure(device: Device, field: Sequence[Contender], size: int, touched: bool
 def pairs_per_round(one: Contender, device: Device) -> int:
     """As many as fill a round; also warms up."""
     with scope(one):
-        timed_round(one.pair, 5)
+        timed_round(one, 5)
         device.synchronize()
-        seconds = timed_round(one.pair, 5) / 1e6
+        seconds = timed_round(one, 5) * one.pairs / 1e6
         device.synchronize()
     return max(5, min(10_000, int(ROUND_SECONDS / seconds)))
 
 
-def timed_round(pair: Pair, count: int) -> float:
+def timed_round(one: Contender, count: int) -> float:
     """Microseconds per pair."""
+    pair = one.pair
     started = time.perf_counter_ns()
     for _ in range(count):
         pair()
-    return (time.perf_counter_ns() - started) / count / 1e3
+    return (time.perf_counter_ns() - started) / (count * one.pairs) / 1e3
 
 
-def timed_singles(pair: Pair, count: int) -> list[float]:
-    clock = time.perf_counter_ns
+def timed_singles(one: Contender, count: int) -> list[float]:
+    clock, pair, scale = time.perf_counter_ns, one.pair, one.pairs * 1e3
     marks = [clock()]
     for _ in range(count):
         pair()
         marks.append(clock())
-    return [(after - before) / 1e3 for before, after in itertools.pairwise(marks)]
+    return [(after - before) / scale for before, after in itertools.pairwise(marks)]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from onebudget import LLM, SamplingParams
-from onebudget.devtools.tiny_models import TinyKind, tiny_model
+from onebudget.devtools.tiny_models import TINY_KINDS, TinyKind, tiny_model
 from onebudget.models.demo import demo_model_dir, is_ready
 
 pytestmark = pytest.mark.gpu
@@ -51,7 +51,7 @@ def check_engine(folder: Path, **knobs: Any) -> None:
     torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("kind", ["gqa", "sliding", "mixed", "moe"])
+@pytest.mark.parametrize("kind", TINY_KINDS)
 def test_a_tiny_model_answers_as_transformers_does(kind: TinyKind, tmp_path: Path) -> None:
     check_engine(tiny_model(kind, tmp_path / kind))
 

@@ -35,7 +35,7 @@ class DecodePlan:
     padded_tokens: int
     longest: int
     lengths: torch.Tensor  # int64 [sequences]: attended tokens, the new one included
-    blocks: torch.Tensor  # int64 [sequences * padded blocks]; unused entries hold block 0
+    blocks: torch.Tensor  # int64 [sequences * padded blocks]; unused entries repeat the first
     uniform: bool
 
 

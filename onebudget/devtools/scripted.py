@@ -5,7 +5,7 @@ Thousands of steps a second, so lifetimes and admission can be tested over many 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
@@ -63,6 +63,12 @@ class CountedPool:
     @property
     def allocated_bytes(self) -> int:
         return 0
+
+    def clear_fresh(self, blocks: Sequence[int]) -> None:
+        pass
+
+    def forget_contents(self) -> None:
+        pass
 
     def release(self) -> None:
         self.released = True

@@ -102,7 +102,8 @@ class StaticInputs:
         lengths = [request.computed_tokens + 1 for request in generation]
         width = ceil_div(max(lengths), self._tokens_per_block)
         rows = (kv.block_table(request)[:width] for request in generation)
-        tables = [block for row in rows for block in row + [0] * (width - len(row))]
+        # Padding names a block of the sequence itself: any other may hold no numbers yet.
+        tables = [block for row in rows for block in row + row[:1] * (width - len(row))]
         padded = width * self._tokens_per_block
         uniform = len(lengths) == 1 or all(length == padded for length in lengths)
         return DecodePlan(

@@ -101,7 +101,9 @@ class KVCacheManager(BaseResourceManager):
                 needed=missing,
                 free=self.free_blocks,
             )
-        table.extend(self.blocks.take() for _ in range(missing))
+        taken = [self.blocks.take() for _ in range(missing)]
+        self.pool.clear_fresh(taken)
+        table.extend(taken)
 
     def update(self, batch: ScheduledBatch) -> None:
         for request in batch.context_last:
@@ -121,6 +123,7 @@ class KVCacheManager(BaseResourceManager):
     def reset_reuse(self) -> None:
         """Forget every kept prefix, because the pool's contents are gone."""
         self.blocks.reset_reuse()
+        self.pool.forget_contents()
 
     def shutdown(self) -> None:
         self._tables.clear()

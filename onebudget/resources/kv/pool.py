@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
 
 from onebudget.models.facts import KV_DTYPE_BYTES
 
 if TYPE_CHECKING:
-    import torch
-
     from onebudget.buffers import BufferManager
 
 OWNER = "kv_cache"
@@ -49,7 +51,10 @@ class PagePart:
 
 
 class KVPool:
-    """Blocks of all layers and parts in one device buffer; ``parts[layer][part]`` are its views."""
+    """Blocks of all layers and parts in one device buffer; ``parts[layer][part]`` are its views.
+
+    A block holds whatever was in the memory until ``clear_fresh`` was told about it.
+    """
 
     def __init__(self, manager: BufferManager, layout: KVLayout, num_blocks: int) -> None:
         self.layout = layout
@@ -64,6 +69,26 @@ class KVPool:
         sizes = [math.prod(shape) * self._slots for shape in layout.parts] * layout.num_layers
         pages = iter(self.buffer.as_tensor().split(sizes))
         self.parts = [[self._part(next(pages), shape) for shape in layout.parts] for _ in range(layout.num_layers)]
+        self.forget_contents()
+
+    def forget_contents(self) -> None:
+        """The memory was replaced or lost: no block counts as written."""
+        self._written = bytearray(self.num_blocks)
+
+    def clear_fresh(self, blocks: Sequence[int]) -> None:
+        """Set those of ``blocks`` to 0 that nobody used before.
+
+        Attention reads whole blocks and masks what a sequence has not written, but a masked slot still counts when it
+        holds no number (0 times infinity). Slots of earlier sequences hold numbers.
+        """
+        fresh = [block for block in blocks if not self._written[block]]
+        if not fresh:
+            return
+        for block in fresh:
+            self._written[block] = 1
+        index = torch.tensor(fresh, device=self.parts[0][0].blocks.device)
+        for page in itertools.chain.from_iterable(self.parts):
+            page.blocks.view(torch.uint8).index_fill_(0, index, 0)
 
     @property
     def _slots(self) -> int:

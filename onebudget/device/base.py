@@ -40,6 +40,8 @@ class Device(ABC):
     kind: ClassVar[str]
     has_contents: ClassVar[bool] = True
     host_addressable: ClassVar[bool] = False
+    accounts_exactly: ClassVar[bool] = False
+    """Whether used memory is all our own doing, so that what is used but not handed out is rounding alone."""
 
     def __init__(self, facts: DeviceFacts, *, torch_device: str, account: Account, index: int = 0) -> None:
         self.facts = facts

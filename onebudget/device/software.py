@@ -16,6 +16,8 @@ from onebudget.errors import ConfigError
 class SoftwareDevice(Device, ArenaSource):
     """A card whose capacity is enforced by its books."""
 
+    accounts_exactly = True
+
     def __init__(self, facts: DeviceFacts, *, torch_device: str, others_bytes: int = 0) -> None:
         check_capacity(facts, others_bytes)
         account = Account(facts.total_bytes, others_bytes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from onebudget.device.account import TENSOR_OWNER
+
 if TYPE_CHECKING:
     from onebudget.device.base import Device
     from onebudget.engine.build import Engine
@@ -24,7 +26,7 @@ def measured_terms(engine: Engine) -> dict[str, Any]:
     fixed = engine.ledger.term("fixed_workspace").bytes
     held = {
         "weights": (peaks.get("weights", 0), peaks.get("weights", 0)),
-        "activations": _twice(peaks.get("activations", 0) + peaks.get("static_inputs", 0)),
+        "activations": _twice(sum(peaks.get(owner, 0) for owner in ("activations", TENSOR_OWNER, "static_inputs"))),
         "fixed_workspace": (min(scratch.capacity_bytes, fixed), min(scratch.peak_bytes, fixed)),
         "context_workspace": (max(scratch.capacity_bytes - fixed, 0), max(scratch.peak_bytes - fixed, 0)),
         "penalty_workspace": (executor.sampler.table_bytes, peaks.get("penalty_workspace", 0)),
@@ -47,7 +49,12 @@ def measured_terms(engine: Engine) -> dict[str, Any]:
 
 
 def _rounding_bytes(device: Device) -> int:
-    """Physical bytes that nobody asked for: whole pages around every buffer, idle pool memory given back first."""
+    """Physical bytes that nobody asked for: whole pages around every buffer, idle pool memory given back first.
+
+    On a real card the driver's context is in that figure too, so it is not called fragmentation there.
+    """
+    if not device.accounts_exactly:
+        return 0
     device.empty_cache()
     sample = device.sample()
     return max(0, device.used_bytes() - device.account.others_bytes - sample.alloc_live)

@@ -8,16 +8,17 @@ compared.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 from typing import TYPE_CHECKING
 
-from onebudget.budget.ledger import RankLine
+from onebudget.budget.cost import CacheCost
+from onebudget.budget.ledger import Admission, RankLine
 from onebudget.errors import AgreementError
 
 if TYPE_CHECKING:
-    from onebudget.budget.cost import CacheCost
+    from onebudget.budget.ledger import Ledger
 
 HOST_SHARE, MEMLOCK_SHARE = Fraction(1, 2), Fraction(4, 5)
 """Parts of the available host memory, and of the limit on locked memory, that an automatic host cache may take."""
@@ -67,6 +68,54 @@ def rank_lines(agreement: Agreement, quotas: Sequence[int], capacities: Sequence
     return tuple(
         RankLine(rank=rank, capacity_bytes=capacity, kv_bytes=quota, tokens=count, agreed_kv_bytes=after)
         for rank, (capacity, quota, count, after) in enumerate(rows)
+    )
+
+
+def agreed_ledger(
+    ledger: Ledger,
+    agreement: Agreement,
+    *,
+    rank: int,
+    quotas: Sequence[int],
+    capacities: Sequence[int],
+    attended_tokens_caps: Sequence[int | None] = (),
+    blocks_per_max_request: int,
+) -> Ledger:
+    """The ledger of ``rank`` with the pool that the ranks agreed on.
+
+    ``quotas`` are the pools before. What the rank could have held beyond the agreed tokens becomes unassigned. The
+    ranks admit prompts alike, so the lowest cap of attended tokens is everybody's.
+    """
+    pool, kv_bytes = ledger.kv_cache, agreement.quotas[rank]
+    if pool.groups:
+        raise AgreementError("several ranks with several window pools are not built: give all layers one window")
+    tokens = (
+        pool.tokens
+        if agreement.tokens[rank] is None
+        else CacheCost(pool.bytes_per_token, pool.fixed_bytes).tokens_for_budget(kv_bytes)
+    )
+    blocks = tokens // pool.tokens_per_block
+    agreed = replace(
+        pool, bytes=kv_bytes, tokens=tokens, blocks=blocks,
+        max_concurrency_at_max_seq_len=blocks / blocks_per_max_request,
+    )  # fmt: skip
+    caps = [cap for cap in attended_tokens_caps if cap is not None]
+    return ledger.replace(
+        kv_cache=agreed,
+        unassigned_bytes=ledger.unassigned_bytes + pool.bytes - kv_bytes,
+        admission=Admission(min(caps)) if caps else ledger.admission,
+        ranks=rank_lines(agreement, quotas, capacities),
+        limiting_rank=agreement.limiting_rank,
+        notes=(*ledger.notes, *_rank_note(agreement, rank, tokens)),
+    )
+
+
+def _rank_note(agreement: Agreement, rank: int, tokens: int) -> tuple[str, ...]:
+    alone = agreement.tokens[rank]
+    if alone is None or alone == agreement.agreed_tokens:
+        return ()
+    return (
+        f"Rank {agreement.limiting_rank} limits the pool to {tokens} tokens; this rank, {rank}, could hold {alone}.",
     )
 
 

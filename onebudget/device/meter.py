@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from onebudget.errors import AllocationError
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from onebudget.device.base import Device
 
 ALLOCATOR_ROUNDING_BYTES = 512  # the CUDA caching allocator's smallest unit; kept on every device so plans agree
+
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 class StorageMeter(TorchDispatchMode):
@@ -37,6 +40,7 @@ class StorageMeter(TorchDispatchMode):
         self._device = device
         self._owner = owner
         self._charged: set[int] = set()
+        self._counts_meta = device.torch_device == "meta"
 
     @contextmanager
     def charging(self, owner: str) -> Iterator[None]:
@@ -50,14 +54,24 @@ class StorageMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # a wrapper (DTensor) computes on plain tensors in turn, and those come by here
         result = func(*args, **(kwargs or {}))
-        fresh = [tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in self._charged]
+        fresh = [
+            tensor
+            for tensor in _tensors(result)
+            if tensor.untyped_storage()._cdata not in self._charged and self._is_on_device(tensor)
+        ]
         if fresh:
             inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
             for tensor in fresh:
                 if tensor.untyped_storage()._cdata not in inputs:
                     self._charge(tensor.untyped_storage(), str(func))
         return result
+
+    def _is_on_device(self, tensor: torch.Tensor) -> bool:
+        """Wrappers and fake tensors hold no memory of their own; nor do ``meta`` tensors, except of a fake device."""
+        return type(tensor) in _PLAIN_TENSORS and (self._counts_meta or not tensor.is_meta)
 
     def _charge(self, storage: torch.UntypedStorage, operation: str) -> None:
         key, nbytes = storage._cdata, align_up(storage.nbytes(), ALLOCATOR_ROUNDING_BYTES)

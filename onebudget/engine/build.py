@@ -11,14 +11,17 @@ from onebudget.budget.estimation import why_estimation_is_off
 from onebudget.budget.profile import ProfileResult
 from onebudget.buffers import BufferManager
 from onebudget.config import BudgetConfig, resolve_max_seq_len
+from onebudget.engine.agreement import agree_on_ledger, agree_on_settings
 from onebudget.engine.derivation import dry_profile, engine_ledger
 from onebudget.engine.executor import Counters, Executor
 from onebudget.engine.probe import build_executor, measure, probe_batches, run_dummies
+from onebudget.engine.ranks import RankGroup
 from onebudget.engine.sleep import Sleeper
 from onebudget.engine.stages import Stages
 from onebudget.engine.station import Station
 from onebudget.errors import AllocationError, BudgetError
 from onebudget.models import load
+from onebudget.models.tensor_parallel import facts_of_rank
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,34 +51,49 @@ class Engine:
 
 
 def build_engine(
-    folder: Path, config: BudgetConfig, device: Device, progress: Progress, *, strict_memory: bool
+    folder: Path,
+    config: BudgetConfig,
+    device: Device,
+    progress: Progress,
+    *,
+    strict_memory: bool,
+    ranks: RankGroup | None = None,
 ) -> Engine:
-    """Everything from a model folder and a device to an engine ready to serve.
+    """Everything from a model folder and a device to an engine ready to serve, this rank's part of it with ``ranks``.
 
     Takes over ``device``: it is closed with the engine, and also when building fails. Raises ``ModelError`` for
     unusable files and ``BudgetError``, with the whole ledger, when the model can't be served on this device.
     """
     with ExitStack() as undo:
         undo.callback(device.close)
-        facts = load.read_facts(folder)
-        check_kv_dtype(facts, config.kv_cache_dtype)
-        config = resolve_max_seq_len(config, facts.max_position).config
-        dtype = load.choose_dtype(config.dtype, facts, device.torch_device)
-        tokenizer = load.load_tokenizer(folder)
-        with progress.stage("load", None):
+        ranks = ranks or RankGroup()
+        with ranks.stage("check"):
+            facts = facts_of_rank(folder, load.read_facts(folder), ranks.size)
+            check_kv_dtype(facts, config.kv_cache_dtype)
+            config = resolve_max_seq_len(config, facts.max_position).config
+            dtype = load.choose_dtype(config.dtype, facts, device.torch_device)
+            agree_on_settings(ranks, config, facts, dtype)
+            tokenizer = load.load_tokenizer(folder)
+        with ranks.stage("load"), progress.stage("load", None):
             module = load.host_model(folder, dtype)
         generation_defaults, end_token_ids = module.generation_config, load.end_token_ids(module, tokenizer)
         manager = BufferManager(device.create_stream())
         undo.callback(manager.close)
-        station, profile, rounding = _profiled(folder, module, facts, dtype, config, device, manager, progress)
-        undo.callback(station.model.release)
-        ledger = engine_ledger(folder, facts, dtype, config, profile, device=device, rounding_bytes=rounding)
+        with ranks.stage("profile"):
+            station, profile, rounding = _profiled(
+                folder, module, facts, dtype, config, device, manager, progress, ranks
+            )
+            undo.callback(station.model.release)
+        with ranks.stage("derive"):
+            ledger = engine_ledger(folder, facts, dtype, config, profile, device=device, rounding_bytes=rounding)
+            ledger = agree_on_ledger(ranks, ledger, config)
         device.reset_peak()
         cap = ledger.admission.attended_tokens_cap
         probed = why_estimation_is_off(config) is None
-        executor = build_executor(station, config, ledger.kv_cache.blocks, metered=probed, attended_tokens_cap=cap)
-        undo.callback(executor.shutdown)
-        with station.stages.open("warm_up"):
+        with ranks.stage("build"):
+            executor = build_executor(station, config, ledger.kv_cache.blocks, metered=probed, attended_tokens_cap=cap)
+            undo.callback(executor.shutdown)
+        with ranks.stage("warm_up"), station.stages.open("warm_up"):
             _warm_up(executor, config, progress)
         executor.runner.metered = strict_memory
         undo.pop_all()
@@ -92,6 +110,7 @@ def _profiled(
     device: Device,
     manager: BufferManager,
     progress: Progress,
+    ranks: RankGroup,
 ) -> tuple[Station, ProfileResult, int]:
     """The placed model and its profile. Where the device is too small for that, a dry run says by how much."""
     with ExitStack() as undo:
@@ -100,12 +119,14 @@ def _profiled(
             with stages.open("model"):
                 model = load.place_weights(module, facts, dtype, manager)
             undo.callback(model.release)
-            station = Station(model, device, manager, stages)
+            station = Station(model, device, manager, stages, ranks)
             with stages.open("profile"):
                 profile, rounding = measure(station, config, progress)
         except (AllocationError, BudgetError):
             undo.close()
-            engine_ledger(folder, facts, dtype, config, dry_profile(folder, dtype, config), device=device)
+            with ranks.explaining():
+                dry = dry_profile(folder, dtype, config, ranks=facts.ranks)
+                engine_ledger(folder, facts, dtype, config, dry, device=device)
             raise  # the dry run fits, so something else holds the device: the allocation's own numbers say it best
         undo.pop_all()
         return station, profile, rounding

@@ -63,7 +63,10 @@ def engine_ledger(
             free_at_start_bytes=device.total_bytes - others,
             others_bytes=others,
         ),
-        outside={"other_processes": others, "fragmentation": rounding_bytes - others},
+        outside={
+            "other_processes": others,
+            "fragmentation": rounding_bytes - others if device.accounts_exactly else 0,
+        },
         basis={"weights": "exact"},
         host=[HostLine("sleep_backup", profile.model_bytes, "rank")] if config.enable_sleep else [],
         notes=[f"No profiling run took place: {reason}."] if (reason := why_estimation_is_off(config)) else [],
@@ -144,9 +147,9 @@ def _rounding_reserves(facts: ModelFacts, dtype: str, config: BudgetConfig, gran
     ]
 
 
-def dry_profile(folder: Path, dtype: str, config: BudgetConfig) -> ProfileResult:
+def dry_profile(folder: Path, dtype: str, config: BudgetConfig, *, ranks: int = 1) -> ProfileResult:
     """The profile of the same steps on meta tensors: no memory, no weights, the same bytes."""
-    station = fake_station(folder, dtype)
+    station = fake_station(folder, dtype, ranks=ranks)
     try:
         return measure(station, config, SilentProgress())[0]
     finally:
@@ -167,7 +170,7 @@ def _candidates(
     for change in changes:
         wanted = config.replace(**change)
         wanted_dtype = "bfloat16" if "dtype" in change else dtype
-        profile = dry_profile(folder, wanted_dtype, wanted)
+        profile = dry_profile(folder, wanted_dtype, wanted, ranks=facts.ranks)
         yield Candidate(
             set=change,
             profile=profile,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+import zlib
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from onebudget.budget.reserves import seat_count
 from onebudget.core import Request, RequestState, ScheduledBatch
+from onebudget.engine.ranks import RankGroup
 from onebudget.engine.sampler import Sampler
 from onebudget.engine.scheduler import Scheduler
 from onebudget.errors import CapacityError
@@ -65,6 +67,7 @@ class Executor:
         *,
         slots: SequenceSlotManager | None = None,
         sampler: Sampler | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.config = config
         self.runner = runner
@@ -73,6 +76,7 @@ class Executor:
         self.resources = ResourceManager({ResourceKind.SEQ_SLOT: self.slots, ResourceKind.KV: kv})
         self.sampler = sampler or Sampler(config.seed)
         self.scheduler = Scheduler(config, kv)
+        self.ranks = ranks or RankGroup()
         self.counters = Counters()
         self.last_error: Exception | None = None
         self._on_token: Callable[[Request], None] | None = None
@@ -100,15 +104,24 @@ class Executor:
             return self._refuse_stuck()
         try:
             self.resources.prepare(batch)
-            tokens = self.runner.step(batch, self.sampler)
+            tokens = self.ranks.broadcast(self.runner.step(batch, self.sampler))
         except CapacityError as error:
             return self._fail([r for r in batch.requests if r.id == error.request_id] or batch.requests, error)
         except Exception as error:
+            if self.ranks.shared:
+                raise  # the other ranks are in the middle of the same step
             return self._fail(self.sampler.blamed(batch, error), error)
         self._count(batch)
         finished = self._append(batch, tokens)
         self.resources.update(batch)
         return finished
+
+    def digest(self) -> int:
+        """A number that is the same on all ranks that stand at the same point."""
+        queued = [
+            (request.id, request.computed_tokens) for request in (*self.scheduler.running, *self.scheduler.waiting)
+        ]
+        return zlib.crc32(repr((queued, self.kv.free_blocks)).encode())
 
     def _append(self, batch: ScheduledBatch, tokens: list[int]) -> list[Request]:
         for request in batch.context:

@@ -16,6 +16,7 @@ from onebudget.device import open_device
 from onebudget.engine.admission import admitted_new_tokens
 from onebudget.engine.build import Engine, build_engine
 from onebudget.engine.measured import measured_terms
+from onebudget.engine.ranks import RankGroup, open_ranks
 from onebudget.engine.sleep import SleepReport
 from onebudget.engine.text import TextBuilder
 from onebudget.errors import ConfigError, RequestError, StateError
@@ -77,6 +78,10 @@ class LLM:
 
     Raises ``ConfigError`` for a bad knob, ``ModelError`` for unusable files, and ``BudgetError`` carrying the whole
     ledger when the model can't be served within the memory. Not thread-safe.
+
+    Under torchrun each process makes one, with the same arguments, and holds its part of the model; all of them make
+    the same calls, and the prompts of rank 0 are what is served. Only knobs that say how much memory there is may
+    differ. A failure of one rank is raised by all.
     """
 
     def __init__(
@@ -93,10 +98,15 @@ class LLM:
         self._progress = progress or SilentProgress()
         self._engine: Engine | None = None
         self.interrupted = False
-        config = _resolved(knobs)
-        _refuse_unbuilt(config)
-        folder = _model_folder(model, revision, offline)
-        self._engine = build_engine(folder, config, _open(device, config), self._progress, strict_memory=strict_memory)
+        self._ranks = open_ranks(device)
+        with self._ranks.guard("start"):
+            config = _resolved(knobs)
+            _refuse_unbuilt(config)
+            folder = _model_folder(model, revision, offline)
+            opened = _open(device, config, self._ranks)
+            self._engine = build_engine(
+                folder, config, opened, self._progress, strict_memory=strict_memory, ranks=self._ranks
+            )
         self._engine.executor.set_listener(self._on_token)
         self._sessions: dict[int, _Session] = {}
         self._next_id = 0
@@ -252,8 +262,12 @@ class LLM:
         executor = self.engine.executor
         started = time.perf_counter()
         try:
-            while not all(session.request.finished for session in sessions):
-                yield [self._settle(request) for request in executor.step()]
+            with self._ranks.hold_interrupts():
+                while not all(session.request.finished for session in sessions):
+                    self._ranks.begin_step(executor.digest())
+                    with self._ranks.guard("generate"):
+                        finished = executor.step()
+                    yield [self._settle(request) for request in finished]
         finally:
             for session in sessions:
                 executor.cancel(session.request)
@@ -300,6 +314,7 @@ class LLM:
         streaming: bool,
     ) -> list[_Session]:
         self.engine.sleeper.require_awake()
+        prompts, sampling_params = self._ranks.await_work((prompts, sampling_params))
         listed = _as_prompts(prompts)
         params = self._params_of(sampling_params, len(listed))
         return [self._submit(prompt, wanted, streaming) for prompt, wanted in zip(listed, params, strict=True)]
@@ -402,7 +417,9 @@ def _model_folder(model: str | Path | None, revision: str | None, offline: bool)
     return resolve_model(model, revision=revision, offline=offline)
 
 
-def _open(device: str, config: BudgetConfig) -> Device:
+def _open(device: str, config: BudgetConfig, ranks: RankGroup) -> Device:
+    if device == "cuda" and ranks.shared:
+        device = f"cuda:{ranks.local_rank}"
     if device == "host":
         return open_device("host", capacity_bytes=config.device_memory or DEFAULT_HOST_MEMORY_BYTES)
     if config.device_memory is not None:

@@ -80,7 +80,7 @@ def build_executor(
         slots = SequenceSlotManager(seat_count(max_batch_size=config.max_batch_size))
         sampler = Sampler(config.seed, _penalties(station, config, slots))
         undo.pop_all()
-    return Executor(config, runner, kv, slots=slots, sampler=sampler)
+    return Executor(config, runner, kv, slots=slots, sampler=sampler, ranks=station.ranks)
 
 
 def _penalties(station: Station, config: BudgetConfig, slots: SequenceSlotManager) -> PenaltyStore | None:
@@ -168,9 +168,10 @@ def _probe_executor(station: Station, config: BudgetConfig, batches: Sequence[Se
     needed = probe_pool(batches[0], config)
     cost = kv_cost(station.model.facts, station.model.dtype, config)
     pool = limit_probe_pool(replace(largest, dummy_blocks=needed.dummy_blocks), config, cost, free_bytes)
+    blocks = station.ranks.minimum(pool.blocks)  # one rank's dummies must not wait where another's run
     settings = resolve_probe_config(config, pool, free_bytes=free_bytes).config
     awake = replace(station, stages=Stages(station.device))  # the probe's memory is gone before anything can sleep
-    executor = build_executor(awake, settings, pool.blocks, metered=True, probe_lengths=batches)
+    executor = build_executor(awake, settings, blocks, metered=True, probe_lengths=batches)
     try:
         yield executor
     finally:

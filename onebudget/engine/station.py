@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from onebudget.engine.ranks import RankGroup
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,6 +22,7 @@ class Station:
     device: Device
     manager: BufferManager
     stages: Stages
+    ranks: RankGroup = field(default_factory=RankGroup)
 
     def close(self) -> None:
         """Weights, then buffers, then the device. Safe after a failure."""
@@ -28,14 +31,19 @@ class Station:
         self.device.close()
 
 
-def fake_station(folder: Path, dtype: str, *, capacity_bytes: int = 2**60) -> Station:
-    """The model's shapes on an accounting-only device: what runs there costs no memory and reads no weights."""
+def fake_station(folder: Path, dtype: str, *, ranks: int = 1, capacity_bytes: int = 2**60) -> Station:
+    """The model's shapes on an accounting-only device: what runs there costs no memory and reads no weights.
+
+    With several ``ranks`` they are those of this rank's part; it exchanges nothing with the others.
+    """
     from onebudget.buffers import BufferManager
     from onebudget.device import open_device
     from onebudget.engine.stages import Stages
     from onebudget.models.load import meta_model, place_weights, read_facts
+    from onebudget.models.tensor_parallel import facts_of_rank
 
     device = open_device("fake", capacity_bytes=capacity_bytes)
     manager = BufferManager(device.create_stream())
-    model = place_weights(meta_model(folder, dtype), read_facts(folder), dtype, manager)
+    facts = facts_of_rank(folder, read_facts(folder), ranks)
+    model = place_weights(meta_model(folder, dtype), facts, dtype, manager)
     return Station(model, device, manager, Stages(device))

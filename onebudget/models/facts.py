@@ -51,7 +51,8 @@ class LatentShape:
 class ModelFacts:
     """Shape of one model. Sizes in elements; ``layers`` holds one kind per layer, first to last.
 
-    ``latent_dim`` is the width a latent (MLA) layer caches per token, 0 elsewhere; ``latent`` has its parts.
+    ``latent_dim`` is the width a latent (MLA) layer caches per token, 0 elsewhere; ``latent`` has its parts. With
+    several ``ranks`` the heads are those of one rank, everything else is of the whole model.
     """
 
     name: str
@@ -69,6 +70,7 @@ class ModelFacts:
     latent_dim: int = 0
     quantization: str | None = None
     latent: LatentShape | None = None
+    ranks: int = 1
 
     def kv_elements_per_token(self) -> int:
         """Cached elements of one token over all layers that cache per token (K and V, or one latent)."""

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from onebudget.errors import ModelError
-from onebudget.models import hooks
+from onebudget.models import hooks, tensor_parallel
 from onebudget.models.facts import DTYPE_BYTES, ModelFacts, facts_from_config, read_config
 from onebudget.models.files import check_weight_files
 from onebudget.units import align_up
@@ -41,9 +41,10 @@ class LoadedModel:
 
     def refill(self, module: Any) -> None:
         """Write the values of a freshly loaded ``module`` of the same model into the tensors placed already."""
+        whole = tensor_parallel.split(module, self.facts.ranks)
         for (_, name, placed), (_, other, fresh) in zip(_tensors(self.module), _tensors(module), strict=True):
             assert name == other and placed.shape == fresh.shape, (name, other)
-            placed.data.copy_(fresh.data)
+            tensor_parallel.part(placed).copy_(tensor_parallel.part(fresh, whole))
 
     def place_anew(self, module: Any, manager: BufferManager) -> None:
         """Take ``module`` and new memory for it; what was lost is forgotten."""
@@ -99,34 +100,33 @@ def meta_model(folder: Path, dtype: str) -> Any:
 
 
 def place_weights(module: Any, facts: ModelFacts, dtype: str, manager: BufferManager) -> LoadedModel:
-    """Move every parameter and buffer into one device buffer, tensor by tensor; tied tensors stay tied.
+    """Move every parameter and buffer, or this rank's part of it, into one device buffer, tensor by tensor.
 
-    ``AllocationError`` when the device has no room; the module's tensors are unchanged then. ``ModelError`` when its
-    attention is of a form we can't take over.
+    Tied tensors stay tied. ``AllocationError`` when the device has no room; no tensor was moved then. ``ModelError``
+    when the module's attention is of a form we can't take over.
     """
     hooks.keep_latent(module, facts)
+    whole = tensor_parallel.split(module, facts.ranks)
     weights = manager.gpu(weight_bytes(module), owner=OWNER)
     storage, offset = weights.as_tensor(), 0
     placed: dict[int, torch.Tensor] = {}
     for table, name, tensor in _tensors(module):
         if id(tensor) not in placed:
-            nbytes = tensor.numel() * tensor.element_size()
-            view = storage[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape)
+            part = tensor_parallel.part(tensor, whole)
+            nbytes = part.numel() * part.element_size()
+            view = storage[offset : offset + nbytes].view(part.dtype).view(part.shape)
             if not view.is_meta:
-                view.copy_(tensor.detach())
+                view.copy_(part)
             offset += align_up(nbytes, _TENSOR_ALIGNMENT_BYTES)
-            is_parameter = isinstance(tensor, torch.nn.Parameter)
-            placed[id(tensor)] = torch.nn.Parameter(view, requires_grad=False) if is_parameter else view
+            placed[id(tensor)] = tensor_parallel.placed(view, tensor)
         table[name] = placed[id(tensor)]
     return LoadedModel(facts, module, weights, dtype)
 
 
 def weight_bytes(module: Any) -> int:
-    """Bytes of all distinct parameters and buffers, each aligned as ``place_weights`` lays them out."""
+    """Bytes this rank holds of all distinct parameters and buffers, aligned as ``place_weights`` lays them out."""
     distinct = {id(tensor): tensor for _, _, tensor in _tensors(module)}
-    return sum(
-        align_up(tensor.numel() * tensor.element_size(), _TENSOR_ALIGNMENT_BYTES) for tensor in distinct.values()
-    )
+    return sum(align_up(tensor_parallel.part_bytes(tensor), _TENSOR_ALIGNMENT_BYTES) for tensor in distinct.values())
 
 
 def _tensors(module: Any) -> Iterator[tuple[dict[str, torch.Tensor], str, torch.Tensor]]:

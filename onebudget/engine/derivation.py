@@ -48,13 +48,14 @@ def engine_ledger(
     """The budget of one model on one device. ``BudgetError`` with simulated ways out when it doesn't fit."""
     granule = device.facts.granularity_bytes
     others = device.account.others_bytes
+    lines, workspace = declared_reserves(facts, dtype, config, profile, granule)
     return derive_budget(
         config,
         profile,
         kv_cost(facts, dtype, config),
-        [line for line in reserves(facts, dtype, config, profile, granule) if line.name not in left_out.get()],
+        lines,
         total_bytes=device.total_bytes,
-        context_workspace=None if "context_workspace" in left_out.get() else _context_workspace(facts, dtype, config),
+        context_workspace=workspace,
         model=facts.name,
         device=DeviceLine(
             name=device.name,
@@ -70,19 +71,23 @@ def engine_ledger(
         basis={"weights": "exact"},
         host=[HostLine("sleep_backup", profile.model_bytes, "rank")] if config.enable_sleep else [],
         notes=[f"No profiling run took place: {reason}."] if (reason := why_estimation_is_off(config)) else [],
-        candidates=lambda wanted: _candidates(folder, facts, dtype, wanted, granule),
+        candidates=lambda wanted: _candidates(folder, facts, dtype, wanted, profile, granule),
     )
 
 
-def reserves(
+def declared_reserves(
     facts: ModelFacts, dtype: str, config: BudgetConfig, profile: ProfileResult, granule_bytes: int
-) -> list[ReserveLine]:
-    """What the profile's peak doesn't hold, asked from each owner in turn."""
-    return [
+) -> tuple[list[ReserveLine], ContextWorkspace | None]:
+    """What the profile's peak doesn't hold, asked from each owner in turn: fixed bytes, and what is split against the
+    pool. Without those in ``left_out``."""
+    lines = [
         *_attention_reserves(facts, dtype, config, granule_bytes),
         *_sampler_reserves(facts, config, profile, granule_bytes),
         *_rounding_reserves(facts, dtype, config, granule_bytes),
     ]
+    skipped = left_out.get()
+    workspace = None if "context_workspace" in skipped else _context_workspace(facts, dtype, config)
+    return [line for line in lines if line.name not in skipped], workspace
 
 
 def _attention_reserves(facts: ModelFacts, dtype: str, config: BudgetConfig, granule_bytes: int) -> list[ReserveLine]:
@@ -157,9 +162,12 @@ def dry_profile(folder: Path, dtype: str, config: BudgetConfig, *, ranks: int = 
 
 
 def _candidates(
-    folder: Path, facts: ModelFacts, dtype: str, config: BudgetConfig, granule_bytes: int
+    folder: Path, facts: ModelFacts, dtype: str, config: BudgetConfig, profile: ProfileResult, granule_bytes: int
 ) -> Iterator[Candidate]:
-    """Changes that alter what the profile sees; each is simulated with a dry run of its own."""
+    """Changes that alter what the profile sees, each simulated with a dry run of its own, and one that doesn't."""
+    if config.enable_penalties:
+        lines, _ = declared_reserves(facts, dtype, config.replace(enable_penalties=False), profile, granule_bytes)
+        yield Candidate(set={"enable_penalties": False}, reserves=tuple(lines))
     changes: list[dict[str, object]] = []
     if config.max_num_tokens > 256:
         changes.append({"max_num_tokens": 256})
@@ -170,11 +178,12 @@ def _candidates(
     for change in changes:
         wanted = config.replace(**change)
         wanted_dtype = "bfloat16" if "dtype" in change else dtype
-        profile = dry_profile(folder, wanted_dtype, wanted, ranks=facts.ranks)
+        dry = dry_profile(folder, wanted_dtype, wanted, ranks=facts.ranks)
+        lines, workspace = declared_reserves(facts, wanted_dtype, wanted, dry, granule_bytes)
         yield Candidate(
             set=change,
-            profile=profile,
+            profile=dry,
             cost=kv_cost(facts, wanted_dtype, wanted),
-            context_workspace=_context_workspace(facts, wanted_dtype, wanted),
-            reserves=tuple(reserves(facts, wanted_dtype, wanted, profile, granule_bytes)),
+            context_workspace=workspace,
+            reserves=tuple(lines),
         )

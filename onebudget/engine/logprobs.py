@@ -34,18 +34,22 @@ def kept_hidden_bytes(config: BudgetConfig, hidden_size: int, element_bytes: int
     return align_up(config.max_num_tokens * hidden_size * element_bytes, 512)
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top: Sequence[int]) -> list[TokenLogprob]:
-    """Log-probability of ``token_ids[i]`` in row ``i`` of ``logits`` ``[rows, vocab]``, and the ``top[i]`` likeliest.
+def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """float32 of the shape of ``logits``. Two float32 tensors of it exist at once, if the caller lets ``logits`` go."""
+    logits = logits.float()
+    return torch.log_softmax(logits, dim=-1)
 
-    Computed in float32: beside 16-bit logits that takes two more tensors of their shape, else one. Rows without
-    contents give an empty list.
+
+def token_logprobs(logprobs: torch.Tensor, token_ids: Sequence[int], top: Sequence[int]) -> list[TokenLogprob]:
+    """``token_ids[i]`` in row ``i`` of ``logprobs`` ``[rows, vocab]``, and the ``top[i]`` likeliest there.
+
+    Rows without contents give an empty list.
     """
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    wanted = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None]
+    wanted = torch.tensor(token_ids, dtype=torch.int64, device=logprobs.device)[:, None]
     chosen = logprobs.gather(-1, wanted)
     ranks = (logprobs > chosen).sum(-1) + 1
     values, tokens = logprobs.topk(min(max(top), logprobs.shape[-1]), dim=-1)
-    if logits.is_meta:
+    if logprobs.is_meta:
         return []
     columns = (chosen.squeeze(-1).tolist(), ranks.tolist(), tokens.tolist(), values.tolist(), top)
     return [
@@ -63,14 +67,14 @@ class PromptPiece:
     rows: int
     position: int
 
-    def take(self, logits: torch.Tensor) -> None:
-        """Write the piece's log-probabilities into its request, from its ``logits`` ``[rows, vocab]``."""
+    def take(self, logprobs: torch.Tensor) -> None:
+        """Write the piece's ``logprobs`` ``[rows, vocab]`` into its request."""
         request, count = self.request, self.request.params.prompt_logprobs
         assert count is not None
         expected = request.prompt_token_ids[self.position : self.position + self.rows]
         # A step that is tried again writes the same places again.
         del request.prompt_logprobs[self.position :]
-        request.prompt_logprobs += token_logprobs(logits, expected, [count] * self.rows)
+        request.prompt_logprobs += token_logprobs(logprobs, expected, [count] * self.rows)
 
 
 def prompt_pieces(batch: ScheduledBatch, rows_at_once: int) -> list[PromptPiece]:

@@ -13,7 +13,7 @@ from onebudget.attention.base import current_backend
 from onebudget.device.meter import StorageMeter
 from onebudget.engine import logprobs
 from onebudget.engine.inputs import StaticInputs
-from onebudget.engine.logprobs import layers_once, prompt_pieces
+from onebudget.engine.logprobs import layers_once, log_probabilities, prompt_pieces
 from onebudget.workspace import ScratchBuffer
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class ModelRunner:
             with self._charged_to(logprobs.OWNER):
                 for piece in pieces:
                     index = torch.arange(piece.first_row, piece.first_row + piece.rows, device=self.inputs.slots.device)
-                    piece.take(self._head(tokens, index))
+                    piece.take(log_probabilities(self._head(tokens, index)))
             return self._head(tokens, self.inputs.last_rows[:rows])
 
     def _head(self, tokens: int, rows: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from onebudget.engine import logprobs, penalties
-from onebudget.engine.logprobs import token_logprobs
+from onebudget.engine.logprobs import log_probabilities, token_logprobs
 from onebudget.errors import AllocationError
 
 if TYPE_CHECKING:
@@ -142,7 +142,8 @@ class Sampler:
         wanted = [(row, r.params.logprobs) for row, r in enumerate(requests) if r.params.logprobs is not None]
         for start in range(0, len(wanted), ROWS_AT_ONCE):
             rows, top = zip(*wanted[start : start + ROWS_AT_ONCE], strict=True)
-            found = token_logprobs(logits[torch.tensor(rows, device=logits.device)], [tokens[row] for row in rows], top)
+            index = torch.tensor(rows, device=logits.device)
+            found = token_logprobs(log_probabilities(logits[index]), [tokens[row] for row in rows], top)
             for row, logprob in zip(rows, found, strict=False):
                 request = requests[row]
                 del request.logprobs[len(request.output_token_ids) :]

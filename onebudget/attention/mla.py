@@ -64,7 +64,8 @@ class LatentBackend(AttentionBackend):
         self._plan = plan
         self._areas = None
         demand = Demand.of_step(plan, self._pool.layout.tokens_per_block)
-        scratch = self._scratch.require(sum(area_bytes(self._row, demand).values()))
+        owner = "context_workspace" if demand.expanded else "fixed_workspace"
+        scratch = self._scratch.require(sum(area_bytes(self._row, demand).values()), owner=owner)
         self._areas = LatentAreas(scratch, self._row, demand, self._dtype)
         if plan.decode is not None:
             self._areas.fill_mask(plan.decode)

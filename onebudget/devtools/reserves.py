@@ -39,11 +39,18 @@ def remove_reserve(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """``count`` equal requests of a workload; each has a prompt of its own, so that nothing is reused."""
+    """``count`` equal requests of a workload. Prompts begin with the same ``shared_tokens`` and then go ways of their
+    own; with none shared, nothing is reused."""
 
     prompt_tokens: int
     params: SamplingParams
     count: int = 1
+    shared_tokens: int = 0
+
+    def prompt(self, number: int, vocab_size: int) -> list[int]:
+        """Token ids of request ``number`` of the workload."""
+        own = range(self.shared_tokens + number, self.prompt_tokens + number)
+        return [place % vocab_size for place in (*range(self.shared_tokens), *own)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +92,7 @@ class Proof:
         if without_last:
             jobs = jobs[:-1]
         vocab: int = llm.engine.station.model.facts.vocab_size
-        prompts = [[(number + place) % vocab for place in range(job.prompt_tokens)] for number, job in enumerate(jobs)]
+        prompts = [job.prompt(number, vocab) for number, job in enumerate(jobs)]
         outputs: list[RequestOutput] = llm.generate(prompts, [job.params for job in jobs])
         return outputs
 
@@ -123,6 +130,17 @@ PROOFS: Mapping[str, Proof] = {
             knobs={"max_batch_size": 2, "max_num_tokens": 128, "max_seq_len": 128, "tokens_per_block": 8},
             device_memory=16 << 20,
             jobs=[Job(20, _greedy(4)), Job(100, _greedy(4, prompt_logprobs=1))],
+        ),
+        # The first prompt fills the step that computes it. The others find all but 8 of their tokens cached, so they
+        # start together, and that step expands four times what the profile saw.
+        Proof(
+            reserve="context_workspace",
+            owner="context_workspace",
+            kind="mla",
+            model={"num_hidden_layers": 1, "num_key_value_heads": 4, "qk_nope_head_dim": 64, "v_head_dim": 64},
+            knobs={"max_batch_size": 5, "max_num_tokens": 256, "max_seq_len": 264, "tokens_per_block": 8},
+            device_memory=8 << 20,
+            jobs=[Job(256, _greedy(1), shared_tokens=248), Job(256, _greedy(4), count=4, shared_tokens=248)],
         ),
     )
 }

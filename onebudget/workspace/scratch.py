@@ -40,19 +40,22 @@ class ScratchBuffer:
     def capacity_bytes(self) -> int:
         return 0 if self._buffer is None else self._buffer.capacity_bytes
 
-    def require(self, nbytes: int) -> torch.Tensor:
-        """A ``[nbytes]`` uint8 view. Raises ``AllocationError`` when the device has no room to grow."""
+    def require(self, nbytes: int, *, owner: str = OWNER) -> torch.Tensor:
+        """A ``[nbytes]`` uint8 view. Raises ``AllocationError`` when the device has no room to grow.
+
+        ``owner``: for whom the memory is counted, and whose name an error bears, if it has to grow.
+        """
         if nbytes > self.capacity_bytes:
-            self._grow(nbytes)
+            self._grow(nbytes, owner)
         self.logical_bytes = nbytes
         self.peak_bytes = max(self.peak_bytes, nbytes)
         assert self._buffer is not None
         return self._buffer.as_tensor()[:nbytes]
 
-    def _grow(self, nbytes: int) -> None:
+    def _grow(self, nbytes: int, owner: str) -> None:
         self.release()
         with self._scope():
-            self._buffer = self._manager.gpu(nbytes, owner=OWNER)
+            self._buffer = self._manager.gpu(nbytes, owner=owner)
         self.grow_count += 1
 
     def release(self) -> None:

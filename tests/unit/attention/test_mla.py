@@ -168,7 +168,8 @@ class Bench:
         scores = self.query(one, layer).double().transpose(0, 1) @ keys.transpose(1, 2) * SCALE
         positions = torch.arange(self.reached(one))
         hidden = positions[None] > positions[one.computed_tokens :, None]
-        return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ expanded[..., NOPE:]).transpose(0, 1)
+        attended: torch.Tensor = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ expanded[..., NOPE:]
+        return attended.transpose(0, 1)
 
     def check(self, pieces: dict[int, int], tolerance: float = 5e-6) -> int:
         answers = self.step(pieces)

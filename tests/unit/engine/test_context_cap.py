@@ -17,6 +17,7 @@ from onebudget.devtools.scripted import ScriptedRunner, scripted_executor
 from onebudget.engine import probe
 from onebudget.engine.executor import Executor
 from onebudget.errors import ConfigError
+from onebudget.resources import KVCacheManager
 
 BLOCK = 16
 GREEDY = SamplingParams(temperature=0)
@@ -215,11 +216,10 @@ MLA = {"dtype": "fp32", "max_seq_len": 128, "max_batch_size": 4, "max_num_tokens
 def caps(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """The caps that managers were made with, in order."""
     seen: list[int | None] = []
-    original = probe.KVCacheManager
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         seen.append(kwargs.get("attended_tokens_cap"))
-        return original(*args, **kwargs)
+        return KVCacheManager(*args, **kwargs)
 
     monkeypatch.setattr(probe, "KVCacheManager", noted)
     return seen

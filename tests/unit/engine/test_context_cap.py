@@ -16,7 +16,7 @@ from onebudget.core import Request, RequestState, SamplingParams
 from onebudget.devtools.scripted import ScriptedRunner, scripted_executor
 from onebudget.engine import probe
 from onebudget.engine.executor import Executor
-from onebudget.errors import ConfigError
+from onebudget.errors import CapacityError, ConfigError
 from onebudget.resources import KVCacheManager
 
 BLOCK = 16
@@ -79,51 +79,44 @@ def test_who_runs_in_which_step(cap: int | None, prompts: list[int], steps: list
 
 
 def test_a_chunk_attends_to_what_was_computed_before() -> None:
-    """Cap 300: 100 more tokens of a prompt that has 200 fill it; the first chunk of a new one waits."""
+    """The first in the list runs although its later chunks alone are beyond the cap; nobody runs beside it then."""
     executor = engine(300, max_num_tokens=200)
     executor.submit(request(0, 500))
-    executor.step()
-    executor.config = executor.config.replace(max_num_tokens=200)
     executor.submit(request(1, 20))
-    executor.step()
-    executor.step()
-    assert runner(executor).steps == [{0: 200}, {0: 200}, {0: 100}]  # 400 and 500 attended: beyond the cap, but first
+    for _ in range(3):
+        executor.step()
+    assert runner(executor).steps == [{0: 200}, {0: 200}, {0: 100}]
     assert executor.counters.deferred == 1  # in the third step alone there were tokens left for another
     executor.step()
     assert runner(executor).steps[-1] == {1: 20}
 
 
-def test_a_running_prompt_can_be_held_back_and_goes_on_where_it_was() -> None:
-    executor = engine(None, max_num_tokens=100)
-    first, second = request(0, 150), request(1, 120)
-    executor.submit(first)
-    executor.submit(second)
+def test_generation_runs_beside_the_one_prompt_that_a_cap_of_0_lets_in() -> None:
+    executor = engine(0, max_num_tokens=60)
+    submit(executor, [50, 200, 30], new=3)
     executor.step()
-    executor.step()  # 50 tokens of the first are left, then 50 of the second
-    assert (first.computed_tokens, second.computed_tokens) == (150, 50)
-    third = request(2, 200)
-    executor.submit(third)
-    executor.kv.attended_tokens_cap = 150
-    table = list(executor.kv.block_table(second))
-    executor.step()  # the second ends with 120 attended; 30 tokens of the third would fit and 150 be reached
-    assert runner(executor).steps[-1] == {1: 70, 2: 30}
     executor.step()
-    assert runner(executor).steps[-1] == {2: 100}
-    assert second.finish_reason == "length" and len(table) == 4
+    assert runner(executor).steps == [{0: 50}, {1: 59, 0: 1}]
 
 
-def test_two_running_prompts_take_turns() -> None:
-    executor = engine(None, max_num_tokens=60)
-    first, second = request(0, 50, new=3), request(1, 200)
-    executor.submit(first)
-    executor.submit(second)
+def test_prompts_on_their_way_can_be_held_back() -> None:
+    """A step that failed for one request leaves the others started but not computed."""
+    executor = engine(None)
+    first, second, third = submit(executor, [50, 50, 50])
+    runner(executor).faults.append(CapacityError("no block", request_id=first.id))
     executor.step()
-    assert (first.state, second.computed_tokens) == (RequestState.GENERATION, 10)
-    executor.submit(request(2, 30))
-    executor.kv.attended_tokens_cap = 0
+    assert first.finish_reason == "error"
+    executor.kv.attended_tokens_cap = 60
+    held = list(executor.kv.block_table(third))
     executor.step()
-    # Generation is no context: it always runs beside the one prompt.
-    assert runner(executor).steps[-1] == {1: 59, 0: 1}
+    assert runner(executor).steps == [{1: 50}]
+    assert (third.state, third.computed_tokens) == (RequestState.CONTEXT, 0)
+    assert executor.scheduler.running == [third]
+    assert executor.kv.block_table(third) == held
+    assert executor.counters.deferred == 1
+    executor.step()
+    assert runner(executor).steps == [{1: 50}, {2: 50}]
+    assert second.finish_reason == third.finish_reason == "length"
 
 
 def test_a_waiting_request_is_left_as_it_was() -> None:

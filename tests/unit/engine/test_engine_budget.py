@@ -264,6 +264,8 @@ def workload(llm: LLM, requests: int, seed: int = 0) -> list[RequestOutput]:
         SamplingParams(
             max_tokens=numbers.randint(1, 24), temperature=numbers.choice([0, 0.8]), top_k=numbers.choice([0, 10]),
             top_p=numbers.choice([1.0, 0.9]), seed=number, ignore_eos=True,
+            repetition_penalty=1.2 if number % 5 == 4 else 1.0, prompt_ignore_length=number % 3,
+            prompt_logprobs=2 if number % 7 == 6 else None, logprobs=1 if number % 6 == 5 else None,
         )
         for number in range(requests)
     ]  # fmt: skip
@@ -305,8 +307,9 @@ def test_no_step_ever_needs_more_than_was_planned(
         assert llm.engine.executor.counters.failed_steps == 0
         report = llm.memory_report()
         peaks = {term["name"]: term["peak_bytes"] for term in report["terms"]}
-        for name in ("weights", "activations", "fixed_workspace"):
-            assert peaks[name] <= llm.budget.term(name).bytes, name
+        planned = {term.name: term.bytes for term in llm.budget.terms}
+        peaks.pop("fragmentation", None)
+        assert {name: peak for name, peak in peaks.items() if peak > planned.get(name, 0)} == {}
         assert report["peak_bytes"] <= llm.budget.capacity_bytes
 
 

@@ -14,7 +14,7 @@ from onebudget.budget.derive import derive_budget
 from onebudget.budget.estimation import why_estimation_is_off
 from onebudget.budget.late import LateAllocations
 from onebudget.budget.ledger import DeviceLine, HostLine, Ledger
-from onebudget.budget.reserves import ReserveLine, seat_count
+from onebudget.budget.reserves import ReserveLine, encoder_reserve_bytes, seat_count
 from onebudget.engine.logprobs import prompt_rows_at_once
 from onebudget.engine.penalties import late_tables
 from onebudget.engine.probe import kv_cost, measure
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from onebudget.budget.profile import ProfileResult
     from onebudget.config import BudgetConfig
     from onebudget.device.base import Device
+    from onebudget.engine.encoder import MultimodalEncoder
     from onebudget.models.facts import ModelFacts
 
 left_out: ContextVar[frozenset[str]] = ContextVar("left_out", default=frozenset())
@@ -44,6 +45,7 @@ def engine_ledger(
     *,
     device: Device,
     rounding_bytes: int = 0,
+    encoder: MultimodalEncoder | None = None,
 ) -> Ledger:
     """The budget of one model on one device. ``BudgetError`` with simulated ways out when it doesn't fit."""
     granule = device.facts.granularity_bytes
@@ -53,7 +55,7 @@ def engine_ledger(
         config,
         profile,
         kv_cost(facts, dtype, config),
-        lines,
+        [*lines, *_encoder_reserves(encoder, profile)],
         total_bytes=device.total_bytes,
         context_workspace=workspace,
         model=facts.name,
@@ -69,7 +71,7 @@ def engine_ledger(
             "fragmentation": rounding_bytes - others if device.accounts_exactly else 0,
         },
         basis={"weights": "exact"},
-        host=[HostLine("sleep_backup", profile.model_bytes, "rank")] if config.enable_sleep else [],
+        host=_host_lines(profile, config),
         notes=[f"No profiling run took place: {reason}."] if (reason := why_estimation_is_off(config)) else [],
         candidates=lambda wanted: _candidates(folder, facts, dtype, wanted, profile, granule),
     )
@@ -88,6 +90,27 @@ def declared_reserves(
     skipped = left_out.get()
     workspace = None if "context_workspace" in skipped else _context_workspace(facts, dtype, config)
     return [line for line in lines if line.name not in skipped], workspace
+
+
+def _encoder_reserves(encoder: MultimodalEncoder | None, profile: ProfileResult) -> list[ReserveLine]:
+    """Encoder output that requests may own at once, beyond the copy the profile kept alive, and its cache."""
+    if encoder is None:
+        return []
+    reserve_bytes = encoder_reserve_bytes(
+        output_budget_bytes=encoder.output_budget_bytes,
+        encoder_output_bytes=profile.encoder_output_bytes,
+        cache_bytes=encoder.cache_bytes,
+    )
+    reason = f"encoder output up to {encoder.output_budget_bytes} B, {profile.encoder_output_bytes} B of it in the peak"
+    return [ReserveLine("multimodal_encoder", reserve_bytes, reason=reason, owner="encoder")]
+
+
+def _host_lines(profile: ProfileResult, config: BudgetConfig) -> list[HostLine]:
+    """Host memory beside the card: weights pass through it while they load, and rest in it while the engine sleeps."""
+    lines = [HostLine("load_staging", profile.model_bytes, "rank")]
+    if config.enable_sleep:
+        lines.append(HostLine("sleep_backup", profile.model_bytes, "rank"))
+    return lines
 
 
 def _attention_reserves(facts: ModelFacts, dtype: str, config: BudgetConfig, granule_bytes: int) -> list[ReserveLine]:

@@ -13,7 +13,9 @@ from onebudget.budget.probe_load import dummy_lengths, limit_probe_pool, probe_p
 from onebudget.budget.profile import ProfileResult
 from onebudget.budget.reserves import seat_count
 from onebudget.core import MAX_LOGPROBS, Request, SamplingParams
+from onebudget.device.meter import StorageMeter
 from onebudget.engine import logprobs
+from onebudget.engine.encoder import dummy_output
 from onebudget.engine.executor import Executor
 from onebudget.engine.logprobs import kept_hidden_bytes, prompt_rows_at_once
 from onebudget.engine.model_runner import ModelRunner
@@ -125,12 +127,15 @@ def measure(station: Station, config: BudgetConfig, progress: Progress) -> tuple
         used = before.total - before.free
         return ProfileResult.without_probe(model_bytes=model_bytes, device_used_bytes=used), used - model_bytes
     batches = probe_batches(config)
+    encoded = dummy_output(station.encoder, StorageMeter(device))
+    encoder_output_bytes = 0 if encoded is None else encoded.untyped_storage().nbytes()
     with _probe_executor(station, config, batches) as executor:
         with progress.stage("profile", len(batches)) as stage:
             for lengths in executor.kv.dummy_lengths():
                 run_dummies(executor, lengths)
                 stage.advance(1)
         peak_bytes = device.sample().alloc_peak
+        encoded = None
         device.empty_cache()
         sample, allocated_bytes = device.sample(), executor.kv.allocated_bytes
         prompt_logits_bytes = _prompt_logits_bytes(station, config, executor, peak_bytes - sample.alloc_live)
@@ -140,6 +145,7 @@ def measure(station: Station, config: BudgetConfig, progress: Progress) -> tuple
         torch_used_bytes=sample.alloc_live,
         device_used_bytes=sample.total - sample.free,
         allocated_bytes=allocated_bytes,
+        encoder_output_bytes=encoder_output_bytes,
         prompt_logits_bytes=prompt_logits_bytes,
     )
     return profile, sample.total - sample.free - sample.alloc_live

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from onebudget.buffers import BufferManager
     from onebudget.device.base import Device
+    from onebudget.engine.encoder import MultimodalEncoder
     from onebudget.engine.stages import Stages
     from onebudget.models.load import LoadedModel
 
@@ -23,6 +24,7 @@ class Station:
     manager: BufferManager
     stages: Stages
     ranks: RankGroup = field(default_factory=RankGroup)
+    encoder: MultimodalEncoder | None = None
 
     def close(self) -> None:
         """Weights, then buffers, then the device. Safe after a failure."""

@@ -41,6 +41,9 @@ def test_without_the_reserve_its_workload_runs_out_of_memory(proof: Proof, tmp_p
             cut, cut_pool = llm.budget, llm.engine.executor.kv.allocated_bytes
             outputs = proof.serve(llm)
             error = llm.engine.executor.last_error
+            held = llm.engine.station.device.account.live_by_owner()
+            assert held.get("activations", 0) <= cut.term("activations").bytes // 100, "the error holds no large tensor"
+            assert "logits" not in held
         failed = [number for number, output in enumerate(outputs) if output.error]
         assert isinstance(error, AllocationError)
         assert error.owner == proof.owner

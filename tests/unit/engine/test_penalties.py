@@ -366,6 +366,21 @@ def test_giving_them_up_is_a_way_out_where_it_helps(tmp_path: Path) -> None:
         assert llm.budget.fits
 
 
+def test_tables_sleep_and_come_back(tmp_path: Path) -> None:
+    """Their contents are lost meanwhile, and nobody reads them before writing."""
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, repetition_penalty=1.5)
+    mixed = [params, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)]
+    with LLM(
+        tiny_model("gqa", tmp_path), dtype="fp32", device_memory=16 * MIB, max_seq_len=64, max_num_tokens=64,
+        enable_sleep=True,
+    ) as llm:  # fmt: skip
+        before = [output.token_ids for output in llm.generate([[5, 6, 5, 6]] * 2, mixed)]
+        assert before[0] != before[1]
+        assert llm.sleep(1).still_held_bytes == {}
+        llm.wake()
+        assert [output.token_ids for output in llm.generate([[5, 6, 5, 6]] * 2, mixed)] == before
+
+
 @pytest.mark.demo
 def test_without_the_tables_penalised_requests_are_refused(demo_model: Path) -> None:
     with LLM(

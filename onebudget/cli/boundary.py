@@ -27,7 +27,7 @@ def guarded(work: Callable[[], int]) -> int:
     except OneBudgetError as error:
         _show_traceback()
         say(str(error))
-        return UNUSABLE_INPUT if isinstance(error, (ConfigError, ModelError)) else ANSWER_IS_NO
+        return status_for(error)
     except BrokenPipeError:
         raise
     except Exception as error:
@@ -35,6 +35,13 @@ def guarded(work: Callable[[], int]) -> int:
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         say(f"Something unexpected went wrong: {reason}. `--log-level debug` shows where.")
         return ANSWER_IS_NO
+
+
+def status_for(error: BaseException) -> int:
+    """The exit status that goes with an error."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return UNUSABLE_INPUT if isinstance(error, (ConfigError, ModelError)) else ANSWER_IS_NO
 
 
 def _show_traceback() -> None:

@@ -41,6 +41,10 @@ class Output:
         if self.json_file is not None:
             check_writable(self.json_file, "--json-file")
 
+    def silenced(self, nowhere: TextIO) -> Output:
+        """For a process that must not speak: no files, and everything else to ``nowhere``."""
+        return Output(quiet=True, log_level=self.log_level, stdout=nowhere)
+
     @property
     def for_people(self) -> bool:
         return not self.as_json

@@ -13,11 +13,13 @@ from onebudget.cli.demo import Workload, demo_workload, texts_of_demo
 from onebudget.cli.options import command, engine_knobs
 from onebudget.cli.output import Output
 from onebudget.cli.prompts import PromptLine, read_prompts
+from onebudget.cli.ranks import together
 from onebudget.cli.reports import check_report_path, present
 from onebudget.errors import BudgetError, ConfigError
 
 if TYPE_CHECKING:
     from onebudget import LLM
+    from onebudget.engine.ranks import RankGroup
 
 HELP = "Load a model, derive its memory budget, answer prompts, and set the plan beside what was measured."
 SAMPLING_DEFAULTS: Mapping[str, Any] = {"max_tokens": 64, "temperature": 0.0}
@@ -44,24 +46,29 @@ def run(
     knobs: Mapping[str, Any],
     output: Output,
 ) -> int:
-    """Serve prompts on one device within its budget."""
+    """Serve prompts on one device within its budget, or on one device per rank under torchrun."""
     given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     sampling = {name: value for name, value in given.items() if value is not None}
-    lines = _prompt_lines(prompt, prompts)
-    check_report_path(report)
-    workload = _workload(model, lines, sampling)
-    try:
-        with output.clean_stdout(), _engine(model, device, strict_memory, knobs, output) as llm:
-            outputs = llm.generate(workload.prompts, workload.params, return_on_interrupt=True)
-            document = workload.judge(llm.run_report(outputs), outputs)
-            interrupted = llm.interrupted
-    except BudgetError as error:
-        if error.ledger is not None:
-            present(error.ledger.to_dict(), report, output)
-        raise
-    show_answers(workload.prompts, outputs, output)
-    present(document, report, output)
-    return status_of(outputs, document, interrupted=interrupted, output=output)
+
+    def serve(ranks: RankGroup, output: Output) -> int:
+        page = report if ranks.leads else None
+        lines = ranks.lead(lambda: _prompt_lines(prompt, prompts))
+        check_report_path(page)
+        workload = _workload(model, lines, sampling)
+        try:
+            with output.clean_stdout(), _engine(model, device, strict_memory, knobs, output) as llm:
+                outputs = llm.generate(workload.prompts, workload.params, return_on_interrupt=True)
+                document = workload.judge(llm.run_report(outputs), outputs)
+                interrupted = llm.interrupted
+        except BudgetError as error:
+            if error.ledger is not None:
+                present(error.ledger.to_dict(), page, output)
+            raise
+        show_answers(workload.prompts, outputs, output)
+        present(document, page, output)
+        return status_of(outputs, document, interrupted=interrupted, output=output)
+
+    return together(serve, device=device, output=output)
 
 
 def _prompt_lines(texts: list[str] | None, file: Path | None) -> list[PromptLine]:

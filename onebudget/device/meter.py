@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+from onebudget.device.exchange import exchange, is_exchange
 from onebudget.errors import AllocationError
 from onebudget.units import align_up
 
@@ -56,7 +57,8 @@ class StorageMeter(TorchDispatchMode):
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # a wrapper (DTensor) computes on plain tensors in turn, and those come by here
-        result = func(*args, **(kwargs or {}))
+        carry_out = exchange if is_exchange(func, args) else _call
+        result = carry_out(func, args, kwargs or {})
         fresh = [
             tensor
             for tensor in _tensors(result)
@@ -93,6 +95,10 @@ class StorageMeter(TorchDispatchMode):
     def _refund(self, key: int, nbytes: int, owner: str) -> None:
         self._charged.discard(key)
         self._device.refund_tensor_bytes(nbytes, owner)
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 def _tensors(tree: object) -> Iterable[torch.Tensor]:

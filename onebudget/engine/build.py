@@ -20,8 +20,7 @@ from onebudget.engine.sleep import Sleeper
 from onebudget.engine.stages import Stages
 from onebudget.engine.station import Station
 from onebudget.errors import AllocationError, BudgetError
-from onebudget.models import load
-from onebudget.models.tensor_parallel import facts_of_rank
+from onebudget.models import load, tensor_parallel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,8 +66,9 @@ def build_engine(
     with ExitStack() as undo:
         undo.callback(device.close)
         ranks = ranks or RankGroup()
+        ranks.when_parted(tensor_parallel.forget_meshes)
         with ranks.stage("check"):
-            facts = facts_of_rank(folder, load.read_facts(folder), ranks.size)
+            facts = tensor_parallel.facts_of_rank(folder, load.read_facts(folder), ranks.size)
             check_kv_dtype(facts, config.kv_cache_dtype)
             config = resolve_max_seq_len(config, facts.max_position).config
             dtype = load.choose_dtype(config.dtype, facts, device.torch_device)

@@ -25,7 +25,6 @@ from torch.distributed.rendezvous import rendezvous
 from onebudget.engine.rank_failure import LOST, RankFailure
 from onebudget.engine.ranks import RankGroup
 from onebudget.errors import AgreementError, ConfigError
-from onebudget.models.tensor_parallel import forget_meshes
 
 T = TypeVar("T")
 
@@ -50,6 +49,8 @@ class ProcessRanks(RankGroup):
         self._stage = "start"
         self._interrupted = False
         self._open = True
+        self._leader_knows = True
+        self._when_parted: list[Callable[[], None]] = []
         backend = _backend(device, local_rank)
         timeout = timedelta(seconds=timeout_seconds)
         try:
@@ -68,6 +69,10 @@ class ProcessRanks(RankGroup):
             ) from error
         self._signals = ExitStack()
         self._signals.enter_context(_termination_as_error())
+
+    @property
+    def speaks(self) -> bool:
+        return self.leads or not self._leader_knows
 
     # -- exchange ---------------------------------------------------------------------------------------------
 
@@ -141,8 +146,7 @@ class ProcessRanks(RankGroup):
         self.failure = found
         traceback.clear_frames(error.__traceback__)  # frames of a failed operation hold connections open
         self._disconnect()
-        if not isinstance(error, Terminated):
-            self._leave_together(found)
+        self._leave_together(found, 1 if isinstance(error, Terminated) else self._timeout_seconds)
         own = found.kind != LOST and (found.rank == self.rank or found.same_as(error))
         return error if own else found.error()
 
@@ -178,12 +182,13 @@ class ProcessRanks(RankGroup):
         )
         return RankFailure(silent[0] if silent else self.rank, self._stage, LOST, reason)
 
-    def _leave_together(self, failure: RankFailure) -> None:
+    def _leave_together(self, failure: RankFailure, seconds: int) -> None:
         """Wait until every rank that can has seen the failure: one that exits early may take the store along."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         if failure.kind == LOST:
             others = [rank for rank in others if rank != failure.rank]
-        self._await("seen", others, self._timeout_seconds)
+        missing = self._await("seen", others, seconds)
+        self._leader_knows = 0 in others and 0 not in missing
 
     def _await(self, word: str, others: list[int], seconds: float) -> list[int]:
         """Say ``word`` and wait for the others to; returns the ranks that did not."""
@@ -207,8 +212,8 @@ class ProcessRanks(RankGroup):
         differing = [rank for rank, row in enumerate(rows) if int(row[1]) != int(rows[0][1])]
         if differing:
             raise AgreementError(
-                f"ranks {', '.join(map(str, differing))} stand at another point than rank 0: requests must be "
-                "submitted, cancelled and read alike on all ranks."
+                f"rank {differing[0]} stands at another point than rank 0: requests must be submitted, cancelled and "
+                "read alike on all ranks."
             )
 
     @contextmanager
@@ -225,6 +230,9 @@ class ProcessRanks(RankGroup):
 
     # -- end --------------------------------------------------------------------------------------------------
 
+    def when_parted(self, action: Callable[[], None]) -> None:
+        self._when_parted.append(action)
+
     def close(self, *, wait: bool = True) -> None:
         if not self._open:
             return
@@ -239,7 +247,8 @@ class ProcessRanks(RankGroup):
             return
         self._open = False
         self._control = self._idle = None
-        forget_meshes()
+        for action in self._when_parted:
+            action()
         self._signals.close()
         with suppress(RuntimeError, ValueError):
             dist.destroy_process_group()

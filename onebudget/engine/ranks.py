@@ -44,6 +44,11 @@ class RankGroup:
     def shared(self) -> bool:
         return self.size > 1
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this process tells people about a failure: rank 0, and others where rank 0 can't."""
+        return True
+
     def gather(self, value: T) -> list[T]:
         """``value`` of every rank, in rank order. Values are pickled; nothing of a device should be among them."""
         return [value]
@@ -88,6 +93,9 @@ class RankGroup:
     def hold_interrupts(self) -> Iterator[None]:
         """Keep Ctrl-C until the next ``begin_step``, where all ranks stop together."""
         yield
+
+    def when_parted(self, action: Callable[[], None]) -> None:
+        """Call ``action`` when the group ends: what was built on its connections is void then."""
 
     def close(self) -> None:
         """Part without a failure. Safe to call again."""

@@ -100,28 +100,24 @@ def test_without_filters_the_cumulative_distribution_is_inverted_in_order_of_ids
 
 
 @given(
-    logits=st.lists(st.integers(-40, 40), min_size=2, max_size=12, unique=True),
+    logits=st.lists(st.integers(-40, 40), min_size=3, max_size=12, unique=True),
     temperature=st.sampled_from([0.3, 0.7, 1.0, 2.5]),
     top_k=st.integers(0, 14),
     top_p=st.sampled_from([0.05, 0.3, 0.6, 0.9, 0.99, 1.0]),
-    seed=st.integers(0, 10_000),
 )
-def test_filters_are_those_of_the_textbook(
-    logits: list[int], temperature: float, top_k: int, top_p: float, seed: int
-) -> None:
+def test_filters_are_those_of_the_textbook(logits: list[int], temperature: float, top_k: int, top_p: float) -> None:
     scaled = [number / 10 for number in logits]
-    token = sample([scaled], [request(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p)])[0]
     probabilities = kept(scaled, temperature, top_k, top_p)
-    if top_k == 1:
-        assert token == max(range(len(scaled)), key=scaled.__getitem__)
-        return
     # Where a cumulative sum lies on top_p itself, one token more or less is a matter of rounding.
     loose = kept(scaled, temperature, top_k, min(1.0, top_p + SAFE))
-    assert token in loose
-    if len(loose) == len(kept(scaled, temperature, top_k, top_p - SAFE)):
-        filtered = top_k or top_p < 1
-        ordered = probabilities if filtered else dict(sorted(probabilities.items()))
-        assert expected(random.Random(seed).random(), ordered) in (token, None)
+    exact = len(loose) == len(kept(scaled, temperature, top_k, top_p - SAFE))
+    filtered = top_k or top_p < 1
+    ordered = probabilities if filtered else dict(sorted(probabilities.items()))
+    for seed in range(12):
+        token = sample([scaled], [request(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p)])[0]
+        assert token in loose
+        if exact and top_k != 1:
+            assert expected(random.Random(seed).random(), ordered) in (token, None)
 
 
 def test_the_most_probable_token_always_survives() -> None:

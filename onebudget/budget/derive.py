@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from onebudget.budget.advice import Candidate, budget_error, find_changes, pool_warnings
 from onebudget.budget.caps import list_caps
 from onebudget.budget.context_workspace import ContextWorkspace, context_workspace_line
-from onebudget.budget.ledger import Admission, Basis, DeviceLine, HostLine, KVGroup, Ledger
+from onebudget.budget.ledger import Admission, Basis, ContextWorkspaceLine, DeviceLine, HostLine, KVGroup, Ledger
 from onebudget.budget.partition import Labels, partition
 from onebudget.budget.pool import missing_bytes, pool_line
 from onebudget.budget.shares import Inputs, Shares
@@ -99,6 +99,7 @@ def derive_budget(
         unassigned_bytes=total_bytes - sum(term.bytes for term in terms) - kv_cache.bytes,
         caps=shares.caps,
         admission=Admission(shares.attended_tokens_cap),
+        context_workspace=_context_workspace_division(inputs, shares),
         fits=kv_cache.blocks > 0,
         shortfall_bytes=missing_bytes(inputs, shares) if kv_cache.blocks == 0 else 0,
         changes=changes,
@@ -108,6 +109,20 @@ def derive_budget(
     if not ledger.fits:
         raise budget_error(inputs, shares, ledger)
     return replace(ledger, warnings=pool_warnings(inputs, ledger))
+
+
+def _context_workspace_division(inputs: Inputs, shares: Shares) -> ContextWorkspaceLine | None:
+    cut = sum(line.bytes for line in shares.cuts if line.name == "context_workspace")
+    workspace, config = inputs.context_workspace, inputs.config
+    if not cut or workspace is None or workspace.kv_len_cap is None:
+        return None
+    return ContextWorkspaceLine(
+        shared_bytes=shares.budget_bytes - shares.cut_bytes + cut,
+        bytes_per_token=workspace.bytes_per_token,
+        kv_len_cap=workspace.kv_len_cap,
+        max_seq_len=config.max_seq_len,
+        requests_per_step=min(config.max_batch_size, config.max_num_tokens),
+    )
 
 
 def _refuse_nonsense(inputs: Inputs) -> None:

@@ -118,6 +118,21 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContextWorkspaceLine:
+    """What KV cache and context workspace were divided by, so that other divisions can be worked out from the ledger.
+
+    ``shared_bytes`` is what both came out of, ``kv_len_cap`` the attended tokens the workspace was to cover at most. A
+    step holds up to ``requests_per_step`` prompts of up to ``max_seq_len`` tokens.
+    """
+
+    shared_bytes: int
+    bytes_per_token: int
+    kv_len_cap: int
+    max_seq_len: int
+    requests_per_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankLine:
     """What one rank could hold before the ranks agreed, and what it holds now."""
 
@@ -155,6 +170,7 @@ class Ledger:
     device: DeviceLine = DeviceLine()
     caps: tuple[Cap, ...] = ()
     admission: Admission = Admission()
+    context_workspace: ContextWorkspaceLine | None = None
     unassigned_bytes: int = 0
     fits: bool = True
     shortfall_bytes: int = 0
@@ -191,8 +207,11 @@ class Ledger:
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON document, with lists and plain values only."""
-        return cast("dict[str, Any]", _adapter().dump_python(self, mode="json"))
+        """The JSON document, with lists and plain values only; ``context_workspace`` only where there is one."""
+        document = cast("dict[str, Any]", _adapter().dump_python(self, mode="json"))
+        if self.context_workspace is None:
+            del document["context_workspace"]
+        return document
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Ledger:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from onebudget.budget.explain import Difference
 
+_CURVE_ROWS = 10
 HELP = "Say in words how a ledger came about; with a second ledger, what changed."
 
 
@@ -46,12 +47,16 @@ def explain(
 def _explain_one(document: Mapping[str, Any], output: Output) -> None:
     from rich.text import Text
 
+    from onebudget.report.context_cap import cap_points, cap_table
     from onebudget.report.words import explain as in_words
 
-    sentences = in_words(document)
-    output.document({"explanation": sentences, "ledger": document})
+    sentences, points = in_words(document), cap_points(document, most=_CURVE_ROWS)
+    curve = {"context_cap": [asdict(point) for point in points]} if points else {}
+    output.document({"explanation": sentences, **curve, "ledger": document})
     output.show(*(Text(sentence) for sentence in sentences))
     show_ledger(document, output)
+    if points:
+        output.show(cap_table(points))
 
 
 def _explain_two(before: Mapping[str, Any], after: Mapping[str, Any], output: Output) -> None:

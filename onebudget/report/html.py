@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from onebudget.report.chart import chart_html
+from onebudget.report.context_cap import EXPLANATION, cap_points
+from onebudget.report.context_cap_chart import cap_chart_html
 from onebudget.report.palette import colour_of
 from onebudget.report.segments import Document, Segment, cap_value, has_measurement, kv_sentence, segments_of, subject
 from onebudget.report.tables import HOW_MEASURED, change_sentence, run_lines, signed
 from onebudget.units import format_bytes
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+_CURVE_POINTS = 64
 
 
 def write_page(document: Document, path: Path) -> None:
@@ -32,6 +35,7 @@ def page(document: Document) -> str:
         _picture(segments, measured=measured),
         _section("Shares of the card", _ledger_table(segments, measured=measured)),
         _section("Caps on the KV cache", _caps_table(document.get("caps", ()))),
+        _section("KV cache against prompts at once", _cap_curve(document)),
         _section("Warnings and notes", _remarks(document)),
         _section("Run", "".join(f"<p>{escape(line)}</p>" for line in run_lines(document))),
         _section("Requests", _requests(document.get("requests", ()))),
@@ -127,6 +131,11 @@ def _caps_table(caps: Sequence[Mapping[str, Any]]) -> str:
     heads = _cells(["cap", "value", "allows", "bytes", ""], range(1, 4), "th")
     table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
     return f'<div class="scroll">{table}</div>' if rows else ""
+
+
+def _cap_curve(document: Document) -> str:
+    points = cap_points(document, most=_CURVE_POINTS)
+    return f'{cap_chart_html(points)}<p class="dim">{escape(EXPLANATION)}</p>' if points else ""
 
 
 def _remarks(document: Document) -> str:

@@ -100,3 +100,36 @@ def test_a_wrong_log_level_is_status_2(invoke: Invoke, tmp_path: Path, run_docum
     result = invoke("explain", saved(tmp_path, run_document), "--log-level", "loud")
     assert result.status == 2
     assert "debug, info, warning, error, critical" in result.paragraph
+
+
+@pytest.fixture
+def divided(run_document: dict[str, Any]) -> dict[str, Any]:
+    """12 GiB of cache cost 40 960 B a token; a workspace of as much a token had 24 GiB to share with it."""
+    return {
+        **run_document,
+        "admission": {"attended_tokens_cap": 314_572},
+        "context_workspace": {
+            "shared_bytes": 24 << 30, "bytes_per_token": 40_960, "kv_len_cap": 1 << 20, "max_seq_len": 32_768,
+            "requests_per_step": 32,
+        },
+    }  # fmt: skip
+
+
+def test_a_context_workspace_shows_what_other_caps_would_give(
+    invoke: Invoke, tmp_path: Path, divided: dict[str, Any]
+) -> None:
+    result = invoke("explain", saved(tmp_path, divided), "--report", tmp_path / "page.html")
+    assert (result.status, result.err) == (0, "")
+    row = next(line.split() for line in result.out.splitlines() if "chosen" in line)
+    assert row[:6] == ["314,572", "9", "4", "12.00", "GiB", "314,572"]
+    assert 'id="context-cap"' in (tmp_path / "page.html").read_text()
+    document = json.loads(invoke("explain", saved(tmp_path, divided), "--json").out)
+    assert [point["attended_tokens_cap"] for point in document["context_cap"]][:2] == [32_768, 65_536]
+    assert [point["chosen"] for point in document["context_cap"]].count(True) == 1
+
+
+def test_without_one_nothing_is_said_about_it(invoke: Invoke, tmp_path: Path, run_document: dict[str, Any]) -> None:
+    result = invoke("explain", saved(tmp_path, run_document), "--report", tmp_path / "page.html")
+    assert "attended" not in result.out
+    assert 'id="context-cap"' not in (tmp_path / "page.html").read_text()
+    assert "context_cap" not in json.loads(invoke("explain", saved(tmp_path, run_document), "--json").out)

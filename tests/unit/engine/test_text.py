@@ -140,6 +140,11 @@ def test_the_stop_text_is_found_inside_a_portion(tokenizer: Any) -> None:
     assert feed.take(*tokenizer("go on, then stop, and no more").input_ids) == "go on, then "
 
 
+def test_of_several_stop_texts_in_a_portion_the_first_in_the_text_counts(tokenizer: Any) -> None:
+    feed = Feed(tokenizer, "later", "soon")
+    assert feed.take(*tokenizer("not soon but later").input_ids) == "not "
+
+
 alphabet = st.sampled_from("abc€é😀 ")
 texts = st.text(alphabet, max_size=30)
 

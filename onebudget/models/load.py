@@ -81,7 +81,11 @@ def host_model(folder: Path, dtype: str) -> Any:
     transformers.utils.logging.disable_progress_bar()
     try:
         module = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), local_files_only=True, **hooks.implementations()
+            folder,
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            trust_remote_code=False,
+            **hooks.implementations(),
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelError(f"{folder} can't be loaded: {str(error).splitlines()[0]}") from error
@@ -91,7 +95,7 @@ def host_model(folder: Path, dtype: str) -> Any:
 def meta_model(folder: Path, dtype: str) -> Any:
     """The same module with shapes only, for dry runs: no weights are read."""
     hooks.register()
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         module = transformers.AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=getattr(torch, dtype), **hooks.implementations()
@@ -164,6 +168,6 @@ def end_token_ids(module: Any, tokenizer: Any) -> frozenset[int]:
 
 def load_tokenizer(folder: Path) -> Any:
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"{folder} has no usable tokenizer: {str(error).splitlines()[0]}") from error

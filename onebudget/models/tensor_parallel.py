@@ -58,7 +58,7 @@ def facts_of_rank(folder: Path, facts: ModelFacts, ranks: int) -> ModelFacts:
 
 
 def _plan_of(folder: Path) -> Mapping[str, str]:
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return config.get_text_config().base_model_tp_plan or {}
 
 

@@ -104,7 +104,6 @@ def test_weights_that_the_files_lack_are_not_made_up(edited: Edit) -> None:
     assert "model.layers.2" in refused(edited(num_hidden_layers=3))
 
 
-@pytest.mark.xfail(reason="a folder that brings its own code makes the loader ask whether to run it")
 def test_code_of_a_model_folder_is_never_offered_to_run(edited: Edit, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 

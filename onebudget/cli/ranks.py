@@ -30,11 +30,11 @@ def together(work: Callable[[RankGroup, Output], int], *, device: str, output: O
             status = work(ranks, output) if ranks.leads else _silently(work, ranks, output)
             return ranks.broadcast(status)
     except BaseException as error:
-        _end_undisturbed()
         if ranks.speaks:
             raise
         return status_for(error)
     finally:
+        _end_undisturbed()
         close_ranks()
 
 

@@ -76,6 +76,7 @@ def build_engine(
             tokenizer = load.load_tokenizer(folder)
         with ranks.stage("load"), progress.stage("load", None):
             module = load.host_model(folder, dtype)
+            ranks.meet()
         generation_defaults, end_token_ids = module.generation_config, load.end_token_ids(module, tokenizer)
         manager = BufferManager(device.create_stream())
         undo.callback(manager.close)
@@ -119,6 +120,7 @@ def _profiled(
             with stages.open("model"):
                 model = load.place_weights(module, facts, dtype, manager)
             undo.callback(model.release)
+            ranks.meet()
             station = Station(model, device, manager, stages, ranks)
             with stages.open("profile"):
                 profile, rounding = measure(station, config, progress)

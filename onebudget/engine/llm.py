@@ -264,7 +264,7 @@ class LLM:
         try:
             with self._ranks.hold_interrupts():
                 while not all(session.request.finished for session in sessions):
-                    self._ranks.begin_step(executor.digest())
+                    self._ranks.begin_step(executor.digest)
                     with self._ranks.guard("generate"):
                         finished = executor.step()
                     yield [self._settle(request) for request in finished]

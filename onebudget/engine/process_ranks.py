@@ -8,12 +8,10 @@ connections as well; one that hangs runs into the timeout.
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from onebudget.engine.rank_failure import LOST, RankFailure
+from onebudget.engine.rank_signals import HeldInterrupt, Terminated, TerminationSignal
 from onebudget.engine.ranks import RankGroup
 from onebudget.errors import AgreementError, ConfigError
 
@@ -32,11 +31,8 @@ _FAILURE, _EXPLAINING = "failure", "explaining"
 _POLL_SECONDS = 0.02
 _SIGN_OF_LIFE_SECONDS = 3
 _EXPLANATION_SECONDS = 300
-_IDLE = timedelta(days=30)  # a dead peer is noticed at once all the same: its connection closes
-
-
-class Terminated(AgreementError):
-    """A launcher ends this rank (SIGTERM), as it does when another rank has died."""
+# A dead peer is noticed at once all the same: its connection closes.
+_PATIENCE, _IDLE = timedelta(minutes=10), timedelta(days=30)
 
 
 class ProcessRanks(RankGroup):
@@ -47,7 +43,7 @@ class ProcessRanks(RankGroup):
         self.failure: RankFailure | None = None
         self._timeout_seconds = timeout_seconds
         self._stage = "start"
-        self._interrupted = False
+        self._interrupt = HeldInterrupt()
         self._open = True
         self._leader_knows = True
         self._when_parted: list[Callable[[], None]] = []
@@ -60,15 +56,16 @@ class ProcessRanks(RankGroup):
                 backend, store=PrefixStore("group", store), rank=rank, world_size=size, timeout=timeout
             )
             self._control = dist.new_group(backend="gloo", timeout=timeout)
+            self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
             self._idle = dist.new_group(backend="gloo", timeout=_IDLE)
         except (RuntimeError, ValueError) as error:
+            self._disconnect()
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise AgreementError(
                 f"rank {rank} of {size} can't reach the others at {where} within {timeout_seconds} s: "
                 f"{str(error).splitlines()[0]}"
             ) from error
-        self._signals = ExitStack()
-        self._signals.enter_context(_termination_as_error())
+        self._termination = TerminationSignal()
 
     @property
     def speaks(self) -> bool:
@@ -85,7 +82,11 @@ class ProcessRanks(RankGroup):
         return self._share(value, lambda: self._control)
 
     def await_work(self, value: T) -> T:
-        return self._share(value, lambda: self._idle)
+        with self.guard("wait for work"):
+            return self._share(value, lambda: self._idle)
+
+    def meet(self) -> None:
+        self._exchange(lambda: dist.barrier(group=self._patient))
 
     def lead(self, work: Callable[[], T]) -> T:
         with self.guard(self._stage):
@@ -144,7 +145,8 @@ class ProcessRanks(RankGroup):
             lost = _is_connection_error(error)
             found = self._publish(self._silent_rank() if lost else self._own_failure(error))
         self.failure = found
-        traceback.clear_frames(error.__traceback__)  # frames of a failed operation hold connections open
+        self._termination.leaving()
+        _clear_frames(error)
         self._disconnect()
         self._leave_together(found, 1 if isinstance(error, Terminated) else self._timeout_seconds)
         own = found.kind != LOST and (found.rank == self.rank or found.same_as(error))
@@ -203,10 +205,11 @@ class ProcessRanks(RankGroup):
 
     # -- steps ------------------------------------------------------------------------------------------------
 
-    def begin_step(self, digest: int) -> None:
-        mine = torch.tensor([int(self._interrupted), digest], dtype=torch.int64)
+    def begin_step(self, digest: Callable[[], int]) -> None:
+        mine = torch.tensor([int(self._interrupt.seen), digest()], dtype=torch.int64)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        self._exchange(lambda: dist.all_gather(rows, mine, group=self._control))
+        with self.guard("generate"):
+            self._exchange(lambda: dist.all_gather(rows, mine, group=self._control))
         if any(int(row[0]) for row in rows):
             raise KeyboardInterrupt
         differing = [rank for rank, row in enumerate(rows) if int(row[1]) != int(rows[0][1])]
@@ -218,15 +221,8 @@ class ProcessRanks(RankGroup):
 
     @contextmanager
     def hold_interrupts(self) -> Iterator[None]:
-        self._interrupted = False
-        if threading.current_thread() is not threading.main_thread():
+        with self._interrupt:
             yield
-            return
-        before = signal.signal(signal.SIGINT, lambda *_: setattr(self, "_interrupted", True))
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     # -- end --------------------------------------------------------------------------------------------------
 
@@ -235,21 +231,22 @@ class ProcessRanks(RankGroup):
 
     def close(self, *, wait: bool = True) -> None:
         if not self._open:
+            self._termination.restore()
             return
         if wait and self.failure is None:
             with suppress(AgreementError):
                 self.gather(None)
         self._disconnect()
+        self._termination.restore()
 
     def _disconnect(self) -> None:
         """Close every connection of this process. Nothing may hold on to a group, or it would stay open."""
         if not self._open:
             return
         self._open = False
-        self._control = self._idle = None
+        self._control = self._patient = self._idle = None
         for action in self._when_parted:
             action()
-        self._signals.close()
         with suppress(RuntimeError, ValueError):
             dist.destroy_process_group()
 
@@ -275,23 +272,14 @@ def _backend(device: str, local_rank: int) -> str:
     return "gloo"
 
 
+def _clear_frames(error: BaseException) -> None:
+    """Drop the variables of the frames that failed, there and on the way: they hold connections open."""
+    chain: list[BaseException | None] = [error]
+    for last in chain:
+        if last is not None:
+            traceback.clear_frames(last.__traceback__)
+            chain += [cause for cause in (last.__cause__, last.__context__) if cause not in chain]
+
+
 def _is_connection_error(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-
-
-@contextmanager
-def _termination_as_error() -> Iterator[None]:
-    """Let SIGTERM unwind this process with a sentence, unless somebody else handles it."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def terminate(*_: object) -> None:
-        raise Terminated("this rank was told to end (SIGTERM), as launchers do when another rank has died.")
-
-    signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

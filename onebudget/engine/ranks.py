@@ -64,6 +64,9 @@ class RankGroup:
         """Like ``broadcast``, but without a limit on the wait: between two calls people may think."""
         return value
 
+    def meet(self) -> None:
+        """Wait until all ranks are here, for up to ten minutes: one may read weights much faster than another."""
+
     def lead(self, work: Callable[[], T]) -> T:
         """The result of ``work``, which runs on rank 0 alone. Its failure is everybody's."""
         return work()
@@ -83,7 +86,7 @@ class RankGroup:
         """While this rank, which failed, still works out what to say about it, so that others wait for that."""
         yield
 
-    def begin_step(self, digest: int) -> None:
+    def begin_step(self, digest: Callable[[], int]) -> None:
         """Before each step: all ranks must stand at the same point, told by ``digest``.
 
         ``AgreementError`` otherwise; ``KeyboardInterrupt`` on all of them when any was interrupted.

@@ -7,6 +7,7 @@ device never holds more than its share.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -124,8 +125,13 @@ def placed(view: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def forget_meshes() -> None:
-    """The process group has gone, and what was made of it."""
+    """The process group ends, and with it what was made of it.
+
+    Models live on for a while and refer to their mesh, whose own references to groups would keep connections open.
+    """
     _meshes.clear()
+    for mesh in [item for item in gc.get_objects() if type(item) is DeviceMesh]:
+        getattr(mesh, "_pg_registry", {}).clear()
 
 
 def _mesh(module: Any, ranks: int) -> tuple[DistributedConfig, Any, DeviceMesh]:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from onebudget.budget.ledger import Ledger, Term
@@ -26,7 +27,7 @@ def exchange(ranks: ProcessRanks) -> None:
     with ranks.stage("empty"):
         pass
     try:
-        ranks.begin_step(ranks.rank)
+        ranks.begin_step(lambda: ranks.rank)
     except AgreementError as drifted:
         SEEN.append(str(drifted))
     try:
@@ -38,7 +39,7 @@ def exchange(ranks: ProcessRanks) -> None:
 def step_until_interrupted(ranks: ProcessRanks) -> None:
     with ranks.hold_interrupts():
         for step in range(3):
-            ranks.begin_step(step)
+            ranks.begin_step(partial(int, step))
             SEEN.append(f"step {step}")
             if ranks.rank == 1 and step == 1:
                 os.kill(os.getpid(), signal.SIGINT)
@@ -68,12 +69,14 @@ def all_fail_alike(ranks: ProcessRanks) -> None:
 
 def die(ranks: ProcessRanks) -> None:
     with ranks.stage("profile"):
+        ranks.meet()
         if ranks.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave_without_a_word(ranks: ProcessRanks) -> None:
     with ranks.stage("profile"):
+        ranks.meet()
         if ranks.rank == 0:
             os._exit(0)
 

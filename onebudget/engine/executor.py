@@ -93,9 +93,10 @@ class Executor:
         self.scheduler.add(request)
 
     def cancel(self, request: Request) -> None:
-        """End a request between steps; what it produced stays in it."""
+        """End a request between steps; what it produced stays in it. One that ended already is let go of again."""
         if not request.finished:
-            self._end(request, "cancelled")
+            request.finish("cancelled")
+        self._release(request)
 
     def step(self) -> list[Request]:
         """One step; returns the requests that ended in it."""
@@ -128,11 +129,13 @@ class Executor:
             request.computed_tokens += request.chunk_tokens
         for request in batch.generation:
             request.computed_tokens += 1
-        for request, token in zip([*batch.context_last, *batch.generation], tokens, strict=True):
-            self._take_token(request, token)
-        finished = [request for request in batch.requests if request.finish_reason is not None]
-        for request in finished:
-            self._release(request)
+        try:
+            for request, token in zip([*batch.context_last, *batch.generation], tokens, strict=True):
+                self._take_token(request, token)
+        finally:  # an interrupt inside the listener must not leave ended requests in their managers
+            finished = [request for request in batch.requests if request.finish_reason is not None]
+            for request in finished:
+                self._release(request)
         return finished
 
     def _take_token(self, request: Request, token: int) -> None:
@@ -146,7 +149,10 @@ class Executor:
         elif produced >= request.max_new_tokens:
             request.finish("length")
         if self._on_token is not None:
-            self._on_token(request)
+            try:
+                self._on_token(request)
+            except Exception as error:
+                request.finish("error", f"{type(error).__name__}: {error}")
 
     def _count(self, batch: ScheduledBatch) -> None:
         self.counters.steps += 1

@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,7 +15,9 @@ from onebudget.device import open_device
 from onebudget.engine.admission import admitted_new_tokens
 from onebudget.engine.build import Engine, build_engine
 from onebudget.engine.measured import measured_terms
+from onebudget.engine.prompts import Message, Prompt, as_prompts, tokenize
 from onebudget.engine.ranks import RankGroup, open_ranks
+from onebudget.engine.session import Session, StreamChunk, Throughput
 from onebudget.engine.sleep import SleepReport
 from onebudget.engine.text import TextBuilder
 from onebudget.errors import ConfigError, RequestError, StateError
@@ -29,44 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Message = Mapping[str, str]
-Prompt = str | Sequence[int] | Sequence[Message]
-
-
-@dataclass(frozen=True, slots=True)
-class StreamChunk:
-    """New text and tokens of one request; ``output`` is set on its last chunk."""
-
-    request_id: int
-    text: str
-    token_ids: list[int]
-    output: RequestOutput | None = None
-
-
-@dataclass(slots=True)
-class _Session:
-    """One request with the state its caller still waits for."""
-
-    request: Request
-    builder: TextBuilder | None
-    sent_text: int = 0
-    sent_tokens: int = 0
-
-
-@dataclass(slots=True)
-class _Throughput:
-    seconds: float = 0.0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-
-    def to_dict(self) -> dict[str, float | int]:
-        rate = round(self.new_tokens / self.seconds, 3) if self.seconds else 0.0
-        return {
-            "seconds": round(self.seconds, 6),
-            "prompt_tokens": self.prompt_tokens,
-            "new_tokens": self.new_tokens,
-            "new_tokens_per_second": rate,
-        }
+__all__ = ["LLM", "StreamChunk"]
 
 
 class LLM:
@@ -108,9 +72,9 @@ class LLM:
                 folder, config, opened, self._progress, strict_memory=strict_memory, ranks=self._ranks
             )
         self._engine.executor.set_listener(self._on_token)
-        self._sessions: dict[int, _Session] = {}
+        self._sessions: dict[int, Session] = {}
         self._next_id = 0
-        self._throughput = _Throughput()
+        self._throughput = Throughput()
 
     # -- facts ------------------------------------------------------------------------------------------------
 
@@ -187,17 +151,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamChunk]:
-        """Like ``generate``, but yields text as it settles. Leaving the loop early cancels what is unfinished."""
+        """Like ``generate``, but yields text as it settles, and the output with the last chunk of each request.
+
+        Leaving the loop early cancels what is unfinished. Several streams, and calls of ``generate`` between their
+        chunks, share the steps.
+        """
         sessions = self._submit_all(prompts, sampling_params, streaming=True)
-        for session in sessions:
-            if session.request.finished:
-                yield self._chunk(session)
         for _ in self._run(sessions):
-            for session in sessions:
-                if len(session.request.output_token_ids) > session.sent_tokens or session.request.finished:
-                    chunk = self._chunk(session)
-                    if chunk.text or chunk.token_ids or chunk.output:
-                        yield chunk
+            yield from (session.chunk() for session in sessions if session.has_news)
+        yield from (session.chunk() for session in sessions if session.has_news)
 
     def abort(self, request_id: int) -> None:
         """Cancel one request between two steps; unknown or finished ids are ignored."""
@@ -257,9 +219,9 @@ class LLM:
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _run(self, sessions: Sequence[_Session]) -> Iterator[list[Request]]:
+    def _run(self, sessions: list[Session]) -> Iterator[list[Request]]:
         """Step until all of ``sessions`` ended; whatever is left when the caller stops early is cancelled."""
-        executor = self.engine.executor
+        executor, tokenizer = self.engine.executor, self.tokenizer
         started = time.perf_counter()
         try:
             with self._ranks.hold_interrupts():
@@ -267,44 +229,17 @@ class LLM:
                     self._ranks.begin_step(executor.digest)
                     with self._ranks.guard("generate"):
                         finished = executor.step()
-                    yield [self._settle(request) for request in finished]
+                    yield [self._sessions[r.id].settle(tokenizer) for r in finished if r.id in self._sessions]
         finally:
             for session in sessions:
                 executor.cancel(session.request)
-                self._settle(session.request)
+                session.settle(tokenizer)
                 self._sessions.pop(session.request.id, None)
-            self._throughput.seconds += time.perf_counter() - started
-            self._throughput.prompt_tokens += sum(session.request.prompt_tokens for session in sessions)
-            self._throughput.new_tokens += sum(len(session.request.output_token_ids) for session in sessions)
-
-    def _settle(self, request: Request) -> Request:
-        """Write the final text of a request that ended."""
-        session = self._sessions.get(request.id)
-        if session is not None and session.builder is not None and session.request.params.stop:
-            request.text = session.builder.text
-        elif request.output_token_ids:
-            request.text = self.tokenizer.decode(request.output_token_ids, skip_special_tokens=True)
-        return request
+            self._throughput.add(time.perf_counter() - started, sessions)
 
     def _on_token(self, request: Request) -> None:
-        session = self._sessions.get(request.id)
-        if session is not None and session.builder is not None:
-            session.builder.take(request)
-            if session.builder.stopped:
-                request.finish("stop")
-
-    def _chunk(self, session: _Session) -> StreamChunk:
-        request, builder = session.request, session.builder
-        text = request.text if request.finished else (builder.settled if builder is not None else "")
-        chunk = StreamChunk(
-            request.id,
-            text[session.sent_text :],
-            request.output_token_ids[session.sent_tokens :],
-            RequestOutput.of(request) if request.finished else None,
-        )
-        session.sent_text = max(session.sent_text, len(text))
-        session.sent_tokens = len(request.output_token_ids) + (1 if request.finished else 0)
-        return chunk
+        if request.id in self._sessions:
+            self._sessions[request.id].on_token()
 
     def _submit_all(
         self,
@@ -312,10 +247,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         streaming: bool,
-    ) -> list[_Session]:
+    ) -> list[Session]:
+        self.interrupted = False
         self.engine.sleeper.require_awake()
         prompts, sampling_params = self._ranks.await_work((prompts, sampling_params))
-        listed = _as_prompts(prompts)
+        listed = as_prompts(prompts)
         params = self._params_of(sampling_params, len(listed))
         return [self._submit(prompt, wanted, streaming) for prompt, wanted in zip(listed, params, strict=True)]
 
@@ -330,15 +266,15 @@ class LLM:
             raise ConfigError(f"{count} prompts came with {len(given)} sampling_params: give one for all, or one each.")
         return given
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, streaming: bool) -> _Session:
+    def _submit(self, prompt: Prompt, params: SamplingParams, streaming: bool) -> Session:
         executor = self.engine.executor
         end = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.engine.end_token_ids)
         request = Request(self._next_id, [], params, max_new_tokens=0, end_token_ids=end)
         self._next_id += 1
         builder = TextBuilder(self.tokenizer, params.stop) if streaming or params.stop else None
-        session = _Session(request, builder)
+        session = Session(request, builder)
         try:
-            request.prompt, request.prompt_token_ids = self._tokenize(prompt)
+            request.prompt, request.prompt_token_ids = tokenize(self.tokenizer, prompt)
             request.max_new_tokens = admitted_new_tokens(
                 request.prompt_token_ids,
                 params,
@@ -352,23 +288,6 @@ class LLM:
         self._sessions[request.id] = session
         executor.submit(request)
         return session
-
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Prompt text (None for ids) and its token ids. ``RequestError`` when the prompt is of no usable form."""
-        if isinstance(prompt, str):
-            return prompt, list(self.tokenizer(prompt).input_ids)
-        if all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
-            return None, list(prompt)  # type: ignore[arg-type]
-        if all(isinstance(message, Mapping) for message in prompt):
-            return self._apply_chat_template(prompt)  # type: ignore[arg-type]
-        raise RequestError("a prompt must be a text, a list of token ids, or a list of chat messages.")
-
-    def _apply_chat_template(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
-        try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except Exception as error:
-            raise RequestError(f"the chat template can't render these messages: {error}") from error
-        return text, list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def _resolved(knobs: Mapping[str, Any]) -> BudgetConfig:
@@ -394,14 +313,6 @@ def _refuse_unbuilt(config: BudgetConfig) -> None:
         )
     if config.kv_cache_manager != "v1":
         raise ConfigError.for_field("kv_cache_manager", config.kv_cache_manager, "'v1' (v2 is not built yet)")
-
-
-def _as_prompts(prompts: Any) -> list[Prompt]:
-    """A single prompt counts as a list of one."""
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-        return [prompts]
-    single = bool(prompts) and all(isinstance(part, (int, Mapping)) for part in prompts)
-    return [prompts] if single else list(prompts)
 
 
 def _given(defaults: object, name: str, otherwise: Any) -> Any:

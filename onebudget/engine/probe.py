@@ -22,7 +22,7 @@ from onebudget.engine.model_runner import ModelRunner
 from onebudget.engine.penalties import PenaltyStore
 from onebudget.engine.sampler import Sampler
 from onebudget.engine.stages import Stages
-from onebudget.errors import AllocationError
+from onebudget.errors import AllocationError, ModelError
 from onebudget.models.facts import DTYPE_BYTES, kv_dtype_name
 from onebudget.resources import KVCacheManager, SequenceSlotManager
 from onebudget.resources.kv.pool import KVLayout, KVPool
@@ -195,6 +195,6 @@ def run_dummies(executor: Executor, lengths: Sequence[int], params: SamplingPara
     while executor.has_work:
         failed = next((request for request in executor.step() if request.finish_reason == "error"), None)
         if failed is not None:
-            if isinstance(executor.last_error, AllocationError):
+            if isinstance(executor.last_error, AllocationError | ModelError):
                 raise executor.last_error
             raise RuntimeError(f"the profiling run failed: {failed.error}") from executor.last_error

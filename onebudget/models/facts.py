@@ -92,8 +92,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """``config.json`` of a model folder as a dict. ``ModelError`` when it is missing or no JSON object."""
     path = folder / "config.json"
     if not folder.is_dir():
+        missing = "it is a file" if folder.exists() else "it does not exist"
         raise ModelError(
-            f"{folder} is no model folder: it does not exist. Give a folder with config.json, tokenizer files and "
+            f"{folder} is no model folder: {missing}. Give a folder with config.json, tokenizer files and "
             "*.safetensors, or leave the model out for the demo model."
         )
     if not path.is_file():
@@ -112,29 +113,32 @@ def facts_from_config(config: Mapping[str, Any], *, name: str = "") -> ModelFact
     """Facts from a ``config.json`` mapping (or ``PretrainedConfig.to_dict()``).
 
     Multimodal configs keep the language model under ``text_config``; it is used when present.
-    Raises ``ModelError`` naming the key that is missing.
+    Raises ``ModelError`` naming the key that is missing, the value that is none, or the kind of layer nobody knows.
     """
-    text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), Mapping) else dict(config)
     try:
-        num_heads = int(text["num_attention_heads"])
-        num_layers = int(text["num_hidden_layers"])
-        hidden_size = int(text["hidden_size"])
-        vocab_size = int(text["vocab_size"])
+        return _facts(config, name)
     except KeyError as missing:
-        raise ModelError(
-            f"config of {name or text.get('model_type')} has no {missing}: the KV cost is unknown."
-        ) from None
+        raise ModelError(f"the config of {name or 'this model'} has no {missing}: the KV cost is unknown.") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"the config of {name or 'this model'} has a value of the wrong kind: {error}.") from error
+
+
+def _facts(config: Mapping[str, Any], name: str) -> ModelFacts:
+    text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), Mapping) else dict(config)
+    num_heads, hidden_size = int(text["num_attention_heads"]), int(text["hidden_size"])
     latent = int(text["kv_lora_rank"]) + int(text["qk_rope_head_dim"]) if text.get("kv_lora_rank") else 0
     quantization = config.get("quantization_config") or text.get("quantization_config")
     return ModelFacts(
         name=name,
         architecture=(config.get("architectures") or [str(config.get("model_type"))])[0],
-        layers=_layer_kinds(text, num_layers, latent),
+        layers=_layer_kinds(text, int(text["num_hidden_layers"]), latent),
         num_heads=num_heads,
         num_kv_heads=int(text.get("num_key_value_heads") or num_heads),
         head_dim=int(text.get("head_dim") or hidden_size // num_heads),
         hidden_size=hidden_size,
-        vocab_size=vocab_size,
+        vocab_size=int(text["vocab_size"]),
         tie_word_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
         dtype=str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch."),
         max_position=int(text.get("max_position_embeddings") or 2048),
@@ -171,7 +175,10 @@ def _layer_kinds(text: Mapping[str, Any], num_layers: int, latent: int) -> tuple
 
 
 def _layer_kind(declared: object) -> LayerKind:
-    return _LAYER_KINDS.get(str(declared), "full")
+    kind = _LAYER_KINDS.get(str(declared))
+    if kind is None:
+        raise ModelError(f"a layer of kind {declared!r} is unknown: what it caches can't be priced.")
+    return kind
 
 
 def _window(text: Mapping[str, Any]) -> int | None:

@@ -53,13 +53,7 @@ def read_safetensors_header(path: Path) -> list[TensorEntry]:
             raise ModelError(f"{path} has {size} bytes and no safetensors header: it is truncated. Fetch it again.")
         (header_bytes,) = struct.unpack("<Q", prefix)
         header = _parse_header(path, file.read(min(header_bytes, size)), header_bytes, size)
-    entries = [
-        TensorEntry(
-            name, info["dtype"], tuple(info["shape"]), int(info["data_offsets"][1]) - int(info["data_offsets"][0])
-        )
-        for name, info in header.items()
-        if name != "__metadata__"
-    ]
+    entries = _entries(path, header)
     expected = 8 + header_bytes + sum(entry.nbytes for entry in entries)
     if size != expected:
         problem = "truncated" if size < expected else "damaged"
@@ -67,6 +61,31 @@ def read_safetensors_header(path: Path) -> list[TensorEntry]:
             f"{path} is {problem}: its header declares {expected:,} bytes and the file has {size:,} "
             f"({abs(expected - size):,} {'missing' if size < expected else 'too many'}). Fetch it again."
         )
+    return entries
+
+
+def _entries(path: Path, header: dict[str, Any]) -> list[TensorEntry]:
+    """Tensors in the order of the header. Their data must lie one behind the other, without overlap or hole."""
+    try:
+        spans = {
+            name: tuple(int(offset) for offset in info["data_offsets"])
+            for name, info in header.items()
+            if name != "__metadata__"
+        }
+        entries = [
+            TensorEntry(name, str(header[name]["dtype"]), tuple(map(int, header[name]["shape"])), end - start)
+            for name, (start, end) in spans.items()
+        ]
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ModelError(f"{path} has a damaged safetensors header ({error!r}). Fetch it again.") from error
+    reached = 0
+    for name, (start, end) in sorted(spans.items(), key=lambda item: item[1]):
+        if start != reached or end < start:
+            raise ModelError(
+                f"{path} has a damaged safetensors header: {name} lies at bytes {start:,} to {end:,}, expected from "
+                f"{reached:,}. Fetch it again."
+            )
+        reached = end
     return entries
 
 
@@ -87,7 +106,7 @@ def check_weight_files(folder: Path) -> list[TensorEntry]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(map(str, set(json.loads(index.read_text())["weight_map"].values())))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{index} is not a usable weight index ({error}). Fetch it again.") from error
         missing = [name for name in names if not (folder / name).is_file()]

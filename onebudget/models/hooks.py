@@ -31,12 +31,13 @@ def paged_attention(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    **extras: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature: q ``[1, heads, tokens, dim]`` in, ``[1, tokens, heads, dim]`` out.
 
     From a latent attention that ``keep_latent`` prepared, key and value are the two latents.
     """
+    _refuse_unknown(module, extras)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
     latent = hasattr(module, "expand_kv")
@@ -46,6 +47,21 @@ def paged_attention(
         up_projection=module.kv_b_proj.weight if latent else None,  # type: ignore[union-attr, arg-type]
     )  # fmt: skip
     return output, None
+
+
+# What transformers hands to every attention function beside the tensors, and an engine of its own need not heed.
+_HARMLESS = frozenset(
+    {"cache", "dropout", "is_causal", "past_key_values", "position_embeddings", "position_ids", "use_cache"}
+)
+
+
+def _refuse_unknown(module: torch.nn.Module, extras: dict[str, Any]) -> None:
+    """Attention sinks, soft caps and the like reach us as arguments: leaving one out would be wrong answers."""
+    unknown = sorted(name for name, value in extras.items() if value is not None and name not in _HARMLESS)
+    if unknown:
+        raise ModelError(
+            f"{type(module).__name__} attends with {', '.join(unknown)}, which this engine does not compute."
+        )
 
 
 def register() -> None:

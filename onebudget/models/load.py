@@ -80,8 +80,9 @@ def host_model(folder: Path, dtype: str) -> Any:
     hooks.register()
     transformers.utils.logging.disable_progress_bar()
     try:
-        module = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
+            output_loading_info=True,
             dtype=getattr(torch, dtype),
             local_files_only=True,
             trust_remote_code=False,
@@ -89,6 +90,13 @@ def host_model(folder: Path, dtype: str) -> Any:
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelError(f"{folder} can't be loaded: {str(error).splitlines()[0]}") from error
+    module, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of the model's tensors, the first is {missing[0]}: the loader would make "
+            "them up at random. Fetch the weight files again, or check that config.json belongs to them."
+        )
     return module.eval()
 
 

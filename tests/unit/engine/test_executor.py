@@ -300,7 +300,6 @@ def test_any_other_failure_while_preparing_fails_the_batch(manager: str, monkeyp
     assert_empty(engine)
 
 
-@pytest.mark.xfail(reason="a token listener that raises leaves requests that ended in this step in their managers")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_listener_that_raises_leaks_nothing(error: type[BaseException]) -> None:
     engine = executor()

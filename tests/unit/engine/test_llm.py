@@ -112,7 +112,6 @@ def test_a_bad_prompt_among_good_ones_fails_alone(llm: LLM, bad: Any, says: str)
 
 
 @pytest.mark.parametrize("bad", [None, 3, 3.5, object(), "\ud800"])
-@pytest.mark.xfail(reason="a prompt that is no sequence, or no text UTF-8 can hold, ends the call with TypeError")
 def test_a_prompt_of_no_form_at_all_fails_alone(llm: LLM, bad: Any) -> None:
     try:
         outputs = llm.generate(["good", bad, "fine"], GREEDY)
@@ -232,7 +231,6 @@ def test_a_chunk_a_token(llm: LLM) -> None:
     assert [chunk.output is not None for chunk in chunks] == [False] * 5 + [True]
 
 
-@pytest.mark.xfail(reason="the last chunk comes again with every later step of others")
 def test_every_request_has_one_last_chunk(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (2, 5, 3)]
     chunks = list(llm.stream(["a", "b", []], params))
@@ -250,7 +248,6 @@ def test_leaving_a_stream_early_cancels(llm: LLM) -> None:
     assert_idle(llm)
 
 
-@pytest.mark.xfail(reason="no chunk says that an aborted request is over")
 def test_an_aborted_stream_ends_with_a_cancelled_output(llm: LLM) -> None:
     chunks = []
     for chunk in llm.stream("a", GREEDY):
@@ -276,7 +273,6 @@ def test_an_abort_leaves_the_others_alone(llm: LLM) -> None:
     assert (finals["b"].finish_reason, finals["b"].token_ids) == ("length", wanted.token_ids)
 
 
-@pytest.mark.xfail(reason="a request that another call's steps finished has no last chunk")
 def test_two_streams_at_once(llm: LLM) -> None:
     short = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
     first, second = llm.stream("a", GREEDY), llm.stream("b", short)
@@ -289,7 +285,6 @@ def test_two_streams_at_once(llm: LLM) -> None:
         assert got[-1].output is not None
 
 
-@pytest.mark.xfail(reason="tokens that another call's steps computed last never come out of the stream")
 def test_generate_inside_a_stream(llm: LLM) -> None:
     wanted = [output.token_ids for output in llm.generate(["a", "b"], GREEDY)]
     inside: list[int] = []
@@ -340,7 +335,6 @@ def test_an_interrupt_can_return_what_there_is(llm: LLM, monkeypatch: pytest.Mon
     assert outputs[2].text == llm.tokenizer.decode(outputs[2].token_ids, skip_special_tokens=True)
 
 
-@pytest.mark.xfail(reason="the flag of an earlier interrupt stays")
 def test_interrupted_speaks_of_the_last_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         interrupt(llm, patch)
@@ -449,7 +443,6 @@ def test_closing_with_requests_inside_cancels_them(folder: Path) -> None:
     assert (request.finish_reason, len(request.output_token_ids)) == ("cancelled", 1)
 
 
-@pytest.mark.xfail(reason="a stream left over ends with StateError inside its clean-up")
 def test_a_stream_left_over_when_the_llm_closes_ends_quietly(folder: Path) -> None:
     llm = LLM(folder, **KNOBS)
     stream = llm.stream("a", GREEDY)
@@ -460,7 +453,7 @@ def test_a_stream_left_over_when_the_llm_closes_ends_quietly(folder: Path) -> No
     stream = again.stream("a", GREEDY)
     next(stream)
     again.close()
-    assert [chunk.output for chunk in stream if chunk.output] == []
+    assert [chunk.output.finish_reason for chunk in stream if chunk.output] == ["cancelled"]
 
 
 @pytest.mark.parametrize("device", ["tpu", "fake:0", ""])

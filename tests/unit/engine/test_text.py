@@ -182,13 +182,14 @@ def test_any_bytes_agree_with_the_tokenizer(tokenizer: Any, ids: list[int]) -> N
     feed.assert_nothing_was_taken_back()
 
 
-@pytest.mark.xfail(reason="the decoder of streams gives up on some byte tokens, and the error ends the whole step")
 def test_bytes_that_form_no_character_beside_words(sentencepiece: Any) -> None:
     feed = Feed(sentencepiece)
     ids = [3 + 0x77, 3 + 0xE3, 1, 1, 3 + 0xF1, 3 + 0x9F, sentencepiece.convert_tokens_to_ids("é")]
     for token in ids:
         feed.take(token)
-    assert sentencepiece.decode(ids, skip_special_tokens=True).startswith(feed.builder.text)
+    # Decoded whole, the bad bytes swallow the "w" before them; what was given out stays given out.
+    assert feed.builder.text.startswith("w")
+    feed.assert_nothing_was_taken_back()
 
 
 @given(st.text(st.sampled_from("ab é日the€"), max_size=20))

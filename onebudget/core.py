@@ -201,6 +201,7 @@ class Request:
     error: str | None = None
     timings: Timings = field(default_factory=Timings)
     is_dummy: bool = False
+    pretended_tokens: int = 0
 
     @property
     def prompt_tokens(self) -> int:

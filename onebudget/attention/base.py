@@ -28,6 +28,10 @@ class AttentionBackend(ABC):
     kv_dtypes: ClassVar[frozenset[str]] = frozenset({"auto"})
     """Values of the ``kv_cache_dtype`` knob that this backend can store."""
 
+    profiles_full_cache: ClassVar[bool] = True
+    """Whether a step behind a full cache may take more beside the scratch than one of fresh prompts, so that the
+    profile has to run one."""
+
     def __init__(self, pool: KVPool, scratch: ScratchBuffer, model: ModelFacts, dtype: str) -> None:
         """``dtype``: torch's name of the computing dtype."""
         self._pool = pool

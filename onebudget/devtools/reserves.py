@@ -109,9 +109,9 @@ PROOFS: Mapping[str, Proof] = {
             reserve="fixed_workspace",
             owner="fixed_workspace",
             model={"num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 16, "num_hidden_layers": 1},
-            knobs={"max_batch_size": 2, "max_num_tokens": 72, "max_seq_len": 192, "tokens_per_block": 32},
+            knobs={"max_batch_size": 2, "max_num_tokens": 72, "max_seq_len": 384, "tokens_per_block": 192},
             device_memory=8 << 20,
-            jobs=[Job(36, _greedy(156), count=2)],
+            jobs=[Job(36, _greedy(348), count=2)],
         ),
         # The batch is full, so its logits stand beside the tables, and one request wants penalties.
         Proof(

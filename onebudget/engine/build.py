@@ -12,9 +12,9 @@ from onebudget.budget.profile import ProfileResult
 from onebudget.buffers import BufferManager
 from onebudget.config import BudgetConfig, resolve_max_seq_len
 from onebudget.engine.agreement import agree_on_ledger, agree_on_settings
-from onebudget.engine.derivation import dry_profile, engine_ledger
+from onebudget.engine.derivation import dry_profile, engine_ledger, left_out
 from onebudget.engine.executor import Counters, Executor
-from onebudget.engine.probe import build_executor, measure, probe_batches, run_dummies
+from onebudget.engine.probe import build_executor, full_cache_tells, measure, probe_batches, run_dummies, run_full_cache
 from onebudget.engine.ranks import RankGroup
 from onebudget.engine.sleep import Sleeper
 from onebudget.engine.stages import Stages
@@ -81,12 +81,14 @@ def build_engine(
         manager = BufferManager(device.create_stream())
         undo.callback(manager.close)
         with ranks.stage("profile"):
-            station, profile, rounding = _profiled(
-                folder, module, facts, dtype, config, device, manager, progress, ranks
-            )
+            profiled = _profiled(folder, module, facts, dtype, config, device, manager, progress, ranks)
+            station = profiled.station
             undo.callback(station.model.release)
         with ranks.stage("derive"):
-            ledger = engine_ledger(folder, facts, dtype, config, profile, device=device, rounding_bytes=rounding)
+            ledger = engine_ledger(
+                folder, facts, dtype, config, profiled.profile,
+                device=device, rounding_bytes=profiled.rounding_bytes, notes=profiled.notes,
+            )  # fmt: skip
             ledger = agree_on_ledger(ranks, ledger, config)
         device.reset_peak()
         cap = ledger.admission.attended_tokens_cap
@@ -95,11 +97,19 @@ def build_engine(
             executor = build_executor(station, config, ledger.kv_cache.blocks, metered=probed, attended_tokens_cap=cap)
             undo.callback(executor.shutdown)
         with ranks.stage("warm_up"), station.stages.open("warm_up"):
-            _warm_up(executor, config, progress)
+            _warm_up(executor, station, config, progress)
         executor.runner.metered = strict_memory
         undo.pop_all()
         sleeper = Sleeper(station, executor, folder)
         return Engine(config, ledger, executor, station, sleeper, tokenizer, generation_defaults, end_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Profiled:
+    station: Station
+    profile: ProfileResult
+    rounding_bytes: int
+    notes: tuple[str, ...] = ()
 
 
 def _profiled(
@@ -112,31 +122,49 @@ def _profiled(
     manager: BufferManager,
     progress: Progress,
     ranks: RankGroup,
-) -> tuple[Station, ProfileResult, int]:
-    """The placed model and its profile. Where the device is too small for that, a dry run says by how much."""
+) -> _Profiled:
+    """The placed model and its profile. Where the device is too small for that, a dry run says by how much.
+
+    A device may hold the engine and yet not the profile with its own pool. Where books are exact the dry run's figures
+    equal the measured ones, so they stand in.
+    """
+
+    def dry_run() -> ProfileResult:
+        with ranks.explaining():
+            dry = dry_profile(folder, dtype, config, ranks=facts.ranks)
+            engine_ledger(folder, facts, dtype, config, dry, device=device)
+        return dry
+
+    stages = Stages(device, sleepable=config.enable_sleep)
     with ExitStack() as undo:
         try:
-            stages = Stages(device, sleepable=config.enable_sleep)
             with stages.open("model"):
                 model = load.place_weights(module, facts, dtype, manager)
-            undo.callback(model.release)
-            ranks.meet()
-            station = Station(model, device, manager, stages, ranks)
-            with stages.open("profile"):
-                profile, rounding = measure(station, config, progress)
-        except (AllocationError, BudgetError):
-            undo.close()
-            with ranks.explaining():
-                dry = dry_profile(folder, dtype, config, ranks=facts.ranks)
-                engine_ledger(folder, facts, dtype, config, dry, device=device)
+        except AllocationError:
+            dry_run()
             raise  # the dry run fits, so something else holds the device: the allocation's own numbers say it best
+        undo.callback(model.release)
+        ranks.meet()
+        station = Station(model, device, manager, stages, ranks)
+        try:
+            with stages.open("profile"):
+                profiled = _Profiled(station, *measure(station, config, progress))
+        except (AllocationError, BudgetError):
+            dry = dry_run()
+            if ranks.shared or not device.accounts_exactly:
+                raise
+            sample = device.sample()
+            profiled = _Profiled(station, dry, sample.total - sample.free - sample.alloc_live, (_DRY_RUN_STOOD_IN,))
         undo.pop_all()
-        return station, profile, rounding
+        return profiled
 
 
-def _warm_up(executor: Executor, config: BudgetConfig, progress: Progress) -> None:
+_DRY_RUN_STOOD_IN = "The profile did not fit beside its own KV pool; a dry run of the same steps stands in for it."
+
+
+def _warm_up(executor: Executor, station: Station, config: BudgetConfig, progress: Progress) -> None:
     """Serve the profile's batches once more in the engine that stays: what is measured here stands beside the plan."""
-    batches = probe_batches(config)
+    batches = probe_batches(config, spread=not full_cache_tells(station, config))
     with progress.stage("warm-up", len(batches)) as stage:
         for lengths in batches:
             fitting = [
@@ -144,5 +172,8 @@ def _warm_up(executor: Executor, config: BudgetConfig, progress: Progress) -> No
             ]
             run_dummies(executor, fitting)
             stage.advance(1)
+        if not left_out.get():  # without one of its reserves an engine is to fail in service, where the proof looks
+            run_full_cache(executor, station, keep_marks=True)
+    executor.runner.scratch.start_anew()
     executor.counters = Counters()
     executor.kv.peak_used_blocks = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -46,8 +46,10 @@ def engine_ledger(
     device: Device,
     rounding_bytes: int = 0,
     encoder: MultimodalEncoder | None = None,
+    notes: Iterable[str] = (),
 ) -> Ledger:
     """The budget of one model on one device. ``BudgetError`` with simulated ways out when it doesn't fit."""
+    reason = why_estimation_is_off(config)
     granule = device.facts.granularity_bytes
     others = device.account.others_bytes
     lines, workspace = declared_reserves(facts, dtype, config, profile, granule)
@@ -72,7 +74,7 @@ def engine_ledger(
         },
         basis={"weights": "exact"},
         host=_host_lines(profile, config),
-        notes=[f"No profiling run took place: {reason}."] if (reason := why_estimation_is_off(config)) else [],
+        notes=[*notes, *([f"No profiling run took place: {reason}."] if reason else [])],
         candidates=lambda wanted: _candidates(folder, facts, dtype, wanted, profile, granule),
     )
 

@@ -10,7 +10,10 @@ if TYPE_CHECKING:
     from onebudget.device.base import Device
     from onebudget.engine.build import Engine
 
-_HANDED_OUT = ("weights", "activations", "fixed_workspace", "context_workspace", "penalty_workspace")
+_OWNERS = (
+    "weights", "activations", TENSOR_OWNER, "static_inputs",
+    "fixed_workspace", "context_workspace", "penalty_workspace",
+)  # fmt: skip
 
 
 def measured_terms(engine: Engine) -> dict[str, Any]:
@@ -34,7 +37,7 @@ def measured_terms(engine: Engine) -> dict[str, Any]:
         "fragmentation": _twice(_rounding_bytes(device)),
     }
     pool = executor.kv.pool
-    beside = sum(held[name][1] for name in _HANDED_OUT) + pool.allocated_bytes
+    beside = sum(peaks.get(owner, 0) for owner in _OWNERS) + pool.allocated_bytes
     held["logits"] = (0, min(peaks.get("logits", 0), max(0, device.sample().alloc_peak - beside)))
     kv_peak = executor.kv.peak_used_blocks * pool.layout.block_bytes
     terms = [{"name": name, "bytes": now, "peak_bytes": peak} for name, (now, peak) in held.items() if now or peak]

@@ -26,6 +26,7 @@ from onebudget.errors import AllocationError, ModelError
 from onebudget.models.facts import DTYPE_BYTES, kv_dtype_name
 from onebudget.resources import KVCacheManager, SequenceSlotManager
 from onebudget.resources.kv.pool import KVLayout, KVPool
+from onebudget.units import ceil_div
 
 if TYPE_CHECKING:
     from onebudget.budget.cost import CacheCost
@@ -96,20 +97,21 @@ def _penalties(station: Station, config: BudgetConfig, slots: SequenceSlotManage
     )
 
 
-def probe_batches(config: BudgetConfig) -> list[list[int]]:
-    """Prompt lengths of the batches the profile runs, each using ``max_num_tokens`` up.
+def probe_batches(config: BudgetConfig, *, spread: bool = True) -> list[list[int]]:
+    """Prompt lengths of the batches of fresh prompts the profile runs, each using ``max_num_tokens`` up.
 
-    The first holds the longest prompts. The second spreads the same tokens over ``max_batch_size`` prompts, so that the
-    largest step is also seen with the most rows to sample.
+    The first holds the longest prompts. The second, with ``spread``, divides the same tokens among ``max_batch_size``
+    prompts, so that the largest step is also seen with the most rows to sample; steps behind a full cache show that
+    too.
     """
     longest = dummy_lengths(
         max_num_tokens=config.max_num_tokens, net_max_seq_len=config.max_seq_len, max_batch_size=config.max_batch_size
     )
     rows = min(config.max_batch_size, config.max_num_tokens)
-    if rows <= len(longest):
+    if not spread or rows <= len(longest):
         return [longest]
-    spread, rest = divmod(sum(longest), rows)
-    return [longest, [spread + (row < rest) for row in range(rows)]]
+    each, rest = divmod(sum(longest), rows)
+    return [longest, [each + (row < rest) for row in range(rows)]]
 
 
 def measure(station: Station, config: BudgetConfig, progress: Progress) -> tuple[ProfileResult, int]:
@@ -126,7 +128,7 @@ def measure(station: Station, config: BudgetConfig, progress: Progress) -> tuple
     if why_estimation_is_off(config):
         used = before.total - before.free
         return ProfileResult.without_probe(model_bytes=model_bytes, device_used_bytes=used), used - model_bytes
-    batches = probe_batches(config)
+    batches = probe_batches(config, spread=not full_cache_tells(station, config))
     encoded = dummy_output(station.encoder, StorageMeter(device))
     encoder_output_bytes = 0 if encoded is None else encoded.untyped_storage().nbytes()
     with _probe_executor(station, config, batches) as executor:
@@ -134,8 +136,9 @@ def measure(station: Station, config: BudgetConfig, progress: Progress) -> tuple
             for lengths in executor.kv.dummy_lengths():
                 run_dummies(executor, lengths)
                 stage.advance(1)
-        peak_bytes = device.sample().alloc_peak
+        peak_bytes = max(device.sample().alloc_peak, run_full_cache(executor, station))
         encoded = None
+        executor.runner.scratch.start_anew()
         device.empty_cache()
         sample, allocated_bytes = device.sample(), executor.kv.allocated_bytes
         prompt_logits_bytes = _prompt_logits_bytes(station, config, executor, peak_bytes - sample.alloc_live)
@@ -149,6 +152,73 @@ def measure(station: Station, config: BudgetConfig, progress: Progress) -> tuple
         prompt_logits_bytes=prompt_logits_bytes,
     )
     return profile, sample.total - sample.free - sample.alloc_live
+
+
+def full_cache_tells(station: Station, config: BudgetConfig) -> bool:
+    """Whether steps behind a full cache belong to the profile; too short requests have no room for them."""
+    return backend_for(station.model.facts).profiles_full_cache and config.max_seq_len >= 4
+
+
+def run_full_cache(executor: Executor, station: Station, *, keep_marks: bool = False) -> int:
+    """Run the largest steps behind a full cache: of prompt pieces alone, of pieces beside generation, and of generation
+    alone. Returns their peak without the scratch.
+
+    Requests that generate beside prompt pieces need masks, and pieces behind a prefix need more than fresh prompts.
+    Dummies pretend that their prefix is cached. Their scratch is a reserve of its own, so it is taken off step by step:
+    it only grows at the beginning of a step. With ``keep_marks`` the device's high-water marks go on instead.
+    """
+    if not full_cache_tells(station, executor.config):
+        return 0
+    generating, pieces = _full_cache_dummies(executor.config)
+    alone = _pieces(executor.config, executor.config.max_num_tokens, first_number=0, new_tokens=1)
+    device, peak_bytes = station.device, 0
+    for arriving in (alone, generating, pieces, []):
+        for dummy in arriving:
+            executor.submit(dummy)
+        if executor.has_work:
+            if not keep_marks:
+                device.reset_peak()
+            _step(executor)
+            peak_bytes = max(peak_bytes, device.sample().alloc_peak - executor.runner.scratch.held_bytes)
+    while executor.has_work:
+        _step(executor)
+    return peak_bytes
+
+
+def _full_cache_dummies(config: BudgetConfig) -> tuple[list[Request], list[Request]]:
+    """Requests that generate in the second and third step, and those whose pieces join in the second.
+
+    As few pieces as can use up the step's tokens leave the most seats to generation. One that generates is shorter, so
+    that lengths differ and a mask is needed. In the third step all have reached ``max_seq_len``.
+    """
+    longest, rows = config.max_seq_len, min(config.max_batch_size, config.max_num_tokens)
+    num_generating = rows - min(rows, ceil_div(config.max_num_tokens, max(1, longest - 2))) if longest >= 4 else 0
+    generating = [_pretender(number, longest - 2 - (number == 0), 1, 3) for number in range(num_generating)]
+    tokens = config.max_num_tokens - num_generating
+    return generating, _pieces(config, tokens, first_number=num_generating, new_tokens=2)
+
+
+def _pieces(config: BudgetConfig, tokens: int, *, first_number: int, new_tokens: int) -> list[Request]:
+    """As few prompt pieces behind long prefixes as use ``tokens`` up; those of the free seats at most."""
+    most = config.max_seq_len - 2
+    pieces: list[Request] = []
+    while most > 1 and tokens > 0 and first_number + len(pieces) < config.max_batch_size:
+        size = min(tokens, most)
+        pieces.append(_pretender(first_number + len(pieces), config.max_seq_len - 1, size, new_tokens))
+        tokens -= size
+    return pieces
+
+
+def _pretender(number: int, prompt_tokens: int, computed_tokens: int, new_tokens: int) -> Request:
+    """A dummy of which only the last ``computed_tokens`` of the prompt remain to be computed."""
+    return Request(
+        -1 - number,
+        [DUMMY_TOKEN_ID] * prompt_tokens,
+        replace(_COSTLY_SAMPLING, max_tokens=new_tokens),
+        max_new_tokens=new_tokens,
+        is_dummy=True,
+        pretended_tokens=prompt_tokens - computed_tokens,
+    )
 
 
 def _prompt_logits_bytes(station: Station, config: BudgetConfig, executor: Executor, peak_bytes: int) -> int:
@@ -193,8 +263,12 @@ def run_dummies(executor: Executor, lengths: Sequence[int], params: SamplingPara
     for number, length in enumerate(lengths):
         executor.submit(Request(-1 - number, [DUMMY_TOKEN_ID] * length, params, max_new_tokens=1, is_dummy=True))
     while executor.has_work:
-        failed = next((request for request in executor.step() if request.finish_reason == "error"), None)
-        if failed is not None:
-            if isinstance(executor.last_error, AllocationError | ModelError):
-                raise executor.last_error
-            raise RuntimeError(f"the profiling run failed: {failed.error}") from executor.last_error
+        _step(executor)
+
+
+def _step(executor: Executor) -> None:
+    failed = next((request for request in executor.step() if request.finish_reason == "error"), None)
+    if failed is not None:
+        if isinstance(executor.last_error, AllocationError | ModelError):
+            raise executor.last_error
+        raise RuntimeError(f"the profiling run failed: {failed.error}") from executor.last_error

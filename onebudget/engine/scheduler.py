@@ -82,7 +82,7 @@ class Scheduler:
     def _prompt_fits(self, request: Request, tokens_left: int) -> bool:
         if self._config.enable_chunked_prefill:
             return tokens_left > 0
-        return request.prompt_tokens <= tokens_left
+        return request.prompt_tokens - self._kv.reusable_tokens(request) <= tokens_left
 
     def _within_attended_cap(self, pieces: list[_Piece]) -> int:
         """How many pieces run under the admission cap of the context workspace. Dummies know no cap: what they attend

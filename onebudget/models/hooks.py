@@ -42,16 +42,31 @@ def paged_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     latent = hasattr(module, "expand_kv")
     output = current_backend.get().forward(
-        layer, query, key, value,
-        scale=scale, sliding_window=sliding_window,
+        layer,
+        query,
+        key,
+        value,
+        scale=scale,
+        sliding_window=sliding_window,
         up_projection=module.kv_b_proj.weight if latent else None,  # type: ignore[union-attr, arg-type]
-    )  # fmt: skip
+    )
     return output, None
 
 
 # What transformers hands to every attention function beside the tensors, and an engine of its own need not heed.
 _HARMLESS = frozenset(
-    {"cache", "dropout", "is_causal", "past_key_values", "position_embeddings", "position_ids", "use_cache"}
+    {
+        "cache",
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "use_cache",
+    }
 )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from onebudget.device.sample import round_to_sector
+
 if TYPE_CHECKING:
     import torch
 
@@ -37,6 +39,11 @@ class ScratchBuffer:
         return [] if self._buffer is None else [self._buffer]
 
     @property
+    def held_bytes(self) -> int:
+        """What the device's books count for it: the capacity in whole sectors."""
+        return round_to_sector(self.capacity_bytes)
+
+    @property
     def capacity_bytes(self) -> int:
         return 0 if self._buffer is None else self._buffer.capacity_bytes
 
@@ -57,6 +64,11 @@ class ScratchBuffer:
         with self._scope():
             self._buffer = self._manager.gpu(nbytes, owner=owner)
         self.grow_count += 1
+
+    def start_anew(self) -> None:
+        """As after construction: no storage, and no marks of what was wanted before."""
+        self.release()
+        self.peak_bytes = self.grow_count = 0
 
     def release(self) -> None:
         """Give the storage back; the next ``require`` allocates anew."""

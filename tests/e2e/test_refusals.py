@@ -95,7 +95,6 @@ def test_a_smaller_dtype_is_advised_and_serves(refusal: BudgetError, demo_model:
         assert llm.generate("Hello", GREEDY)[0].finish_reason == "length"
 
 
-@pytest.mark.xfail(reason="the advised card holds the pool but not the profiling run, which ends in AllocationError")
 def test_the_card_that_is_advised_serves(refusal: BudgetError, demo_model: Path) -> None:
     assert refusal.ledger is not None
     (cure,) = (dict(change.set) for change in refusal.ledger.changes if "device_memory" in change.set)

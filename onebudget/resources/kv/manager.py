@@ -58,6 +58,8 @@ class KVCacheManager(BaseResourceManager):
         return self.pool.num_blocks
 
     def needed_to_completion(self, request: Request) -> int:
+        if request.pretended_tokens:
+            return 1
         return blocks_to_completion(request.prompt_tokens, request.max_new_tokens, self.tokens_per_block)
 
     def dummy_lengths(self) -> Sequence[Sequence[int]]:
@@ -71,12 +73,23 @@ class KVCacheManager(BaseResourceManager):
 
         At least the last prompt token is left, because its logits are wanted.
         """
+        if request.pretended_tokens:
+            return self._pretend(request)
         table = self.blocks.claim_prefix(self._reusable(request), self.tokens_per_block)
         self._tables[request.id] = table
         return len(table) * self.tokens_per_block
 
+    def _pretend(self, request: Request) -> int:
+        """A dummy behind a full cache: one block stands for all of its table."""
+        block = self.blocks.take()
+        self.pool.clear_fresh([block])
+        self._tables[request.id] = [block] * ceil_div(request.pretended_tokens, self.tokens_per_block)
+        return request.pretended_tokens
+
     def reusable_tokens(self, request: Request) -> int:
         """What ``begin`` would return now; nothing is held."""
+        if request.pretended_tokens:
+            return request.pretended_tokens
         return len(self.blocks.find_prefix(self._reusable(request), self.tokens_per_block)) * self.tokens_per_block
 
     def _reusable(self, request: Request) -> Sequence[int]:
@@ -93,6 +106,9 @@ class KVCacheManager(BaseResourceManager):
     def _grow(self, request: Request, tokens: int) -> None:
         table = self._tables.setdefault(request.id, [])
         missing = ceil_div(tokens, self.tokens_per_block) - len(table)
+        if request.pretended_tokens:
+            table.extend(table[:1] * missing)
+            return
         if missing > self.free_blocks:
             raise CapacityError(
                 f"request {request.id} needs {missing} more KV blocks for {tokens} tokens, {self.free_blocks} of "
@@ -111,7 +127,8 @@ class KVCacheManager(BaseResourceManager):
 
     def free(self, request: Request) -> None:
         self._store(request)
-        self.blocks.give_back(self._tables.pop(request.id, ()))
+        table = self._tables.pop(request.id, [])
+        self.blocks.give_back(table[:1] if request.pretended_tokens else table)
 
     def _store(self, request: Request) -> None:
         """Keep what stands in the cache by now; a finished sequence's own tokens too."""

@@ -61,7 +61,9 @@ class LoadedModel:
 
 def read_facts(folder: Path) -> ModelFacts:
     """Facts of a model folder that this engine can run. ``ModelError`` says why it can't."""
-    facts = facts_from_config(read_config(folder), name=folder.name)
+    config = read_config(folder)
+    facts = facts_from_config(config, name=folder.name)
+    _refuse_position_rules(folder, config)
     if facts.quantization:
         raise ModelError(
             f"{folder} is quantised ({facts.quantization}); this engine runs float32, float16 and bfloat16 only."
@@ -72,6 +74,17 @@ def read_facts(folder: Path) -> ModelFacts:
             f"{folder} has {' and '.join(foreign)} layers; this engine runs full, sliding and latent attention only."
         )
     return facts
+
+
+def _refuse_position_rules(folder: Path, config: dict[str, Any]) -> None:
+    """Rules that look at the whole sequence: a packed step holds several, so transformers would apply the wrong one."""
+    text = config.get("text_config") or config
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type")
+    if kind in {"dynamic", "longrope"}:
+        raise ModelError(f"{folder} scales its positions by {kind}, which depends on the length of one whole sequence.")
+    if "chunked_attention" in (text.get("layer_types") or ()):
+        raise ModelError(f"{folder} has chunked attention layers; this engine runs full, sliding and latent ones only.")
 
 
 def host_model(folder: Path, dtype: str) -> Any:

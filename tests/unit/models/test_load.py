@@ -91,6 +91,12 @@ def test_no_tokenizer(edited: Edit) -> None:
     assert "no usable tokenizer" in refused(folder)
 
 
+def test_positions_that_depend_on_a_whole_sequence(edited: Edit) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    assert "positions by dynamic" in refused(edited(rope_parameters=rope))
+    assert "chunked attention" in refused(edited(layer_types=["chunked_attention", "full_attention"]))
+
+
 def test_an_architecture_nobody_knows(edited: Edit) -> None:
     assert "can't be loaded" in refused(edited(model_type="sequence-oracle", architectures=["Oracle"]))
 

@@ -99,12 +99,7 @@ def read_cuda_facts(context: CudaContext, index: int, management: Callable[[], M
         unified=has_ability(driver, device, "INTEGRATED"),
         mig=mig,
         driver=version,
-        os_page_bytes=host.os_page_bytes,
-        memlock_limit_bytes=host.memlock_limit_bytes,
-        cgroup_limit_bytes=host.cgroup_limit_bytes,
-        host_total_bytes=host.total_bytes,
-        host_available_bytes=host.available_bytes,
-        wsl=host.wsl,
+        **host.as_device_fields(),
         sources={
             **host.sources(),
             "name": "cuDeviceGetName",

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypedDict
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,17 @@ class DeviceFacts:
         return self.sources.get(name, "assumed")
 
 
+class HostFields(TypedDict):
+    """The fields of ``DeviceFacts`` that are about the machine around the device."""
+
+    os_page_bytes: int
+    host_total_bytes: int | None
+    host_available_bytes: int | None
+    memlock_limit_bytes: int | None
+    cgroup_limit_bytes: int | None
+    wsl: bool
+
+
 @dataclass(frozen=True, slots=True)
 class HostFacts:
     """What the operating system says about this machine's memory. Limits are ``None`` when there is none."""
@@ -56,7 +68,7 @@ class HostFacts:
     cgroup_source: str
     wsl: bool
 
-    def as_device_fields(self) -> dict[str, object]:
+    def as_device_fields(self) -> HostFields:
         return {
             "os_page_bytes": self.os_page_bytes,
             "host_total_bytes": self.total_bytes,

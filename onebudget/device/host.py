@@ -160,12 +160,7 @@ def host_device_facts(
         vmm_supported=vmm_supported,
         multicast_supported=True,
         unified=True,
-        os_page_bytes=host.os_page_bytes,
-        memlock_limit_bytes=host.memlock_limit_bytes,
-        cgroup_limit_bytes=host.cgroup_limit_bytes,
-        host_total_bytes=host.total_bytes,
-        host_available_bytes=host.available_bytes,
-        wsl=host.wsl,
+        **host.as_device_fields(),
         sources={
             **host.sources(),
             "total_bytes": "capacity_bytes given to open_device",

@@ -18,7 +18,6 @@ MAP_FIXED: Final = 0x10
 MAP_ANONYMOUS: Final = 0x20
 MAP_NORESERVE: Final = 0x4000
 MAP_FIXED_NOREPLACE: Final = 0x100000
-MADV_REMOVE: Final = 9
 FALLOC_FL_KEEP_SIZE: Final = 0x01
 FALLOC_FL_PUNCH_HOLE: Final = 0x02
 _FAILED: Final = ctypes.c_void_p(-1).value
@@ -31,7 +30,7 @@ def _libc() -> ctypes.CDLL:
     library.mmap.argtypes = (pointer, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, offset)
     library.mmap.restype = pointer
     library.munmap.argtypes = library.mlock.argtypes = library.munlock.argtypes = (pointer, size)
-    library.mprotect.argtypes = library.madvise.argtypes = (pointer, size, ctypes.c_int)
+    library.mprotect.argtypes = (pointer, size, ctypes.c_int)
     library.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, offset, offset)
     return library
 
@@ -55,11 +54,6 @@ def munmap(address: int, nbytes: int) -> None:
 
 def mprotect(address: int, nbytes: int, protection: int) -> None:
     _check("mprotect", _libc().mprotect(address, nbytes, protection))
-
-
-def remove_pages(address: int, nbytes: int) -> None:
-    """Free the pages of a shared mapping and of the file behind it; they read as zeros afterwards."""
-    _check("madvise(MADV_REMOVE)", _libc().madvise(address, nbytes, MADV_REMOVE))
 
 
 def punch_hole(fd: int, offset: int, nbytes: int) -> None:

@@ -53,7 +53,7 @@ def _draw(figure: go.Figure, panel: int, segments: Sequence[Segment], chosen: Se
 
     for at in chosen:
         segment = segments[at]
-        sizes = [segment.planned_bytes if row == "planned" else segment.measured_bytes or 0 for row in rows]
+        sizes = [_bytes_in(segment, row) for row in rows]
         colour = colour_of(segment.name)
         bar = go.Bar(
             y=rows, x=sizes, orientation="h", name=segment.name, customdata=[[at]] * len(rows),

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from onebudget.report.chart import chart_html
@@ -19,11 +18,6 @@ from onebudget.units import format_bytes
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 _CURVE_POINTS = 64
-
-
-def write_page(document: Document, path: Path) -> None:
-    """Write the page to ``path``, replacing what is there."""
-    path.write_text(page(document), encoding="utf-8")
 
 
 def page(document: Document) -> str:

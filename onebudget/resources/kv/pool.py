@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onebudget.models.facts import KV_DTYPE_BYTES
+from onebudget.buffers.dtypes import ITEM_BYTES
 
 if TYPE_CHECKING:
     from onebudget.buffers import BufferManager
@@ -34,7 +34,7 @@ class KVLayout:
     @property
     def row_bytes(self) -> int:
         """All parts of one token in one layer."""
-        return sum(math.prod(part) for part in self.parts) * KV_DTYPE_BYTES[self.dtype]
+        return sum(math.prod(part) for part in self.parts) * ITEM_BYTES[self.dtype]
 
     @property
     def block_bytes(self) -> int:
@@ -65,7 +65,7 @@ class KVPool:
     def allocate(self) -> None:
         """Take the pool's memory and make its views; also after the memory was lost."""
         layout = self.layout
-        self.buffer = self._manager.gpu(self.allocated_bytes // KV_DTYPE_BYTES[layout.dtype], layout.dtype, owner=OWNER)
+        self.buffer = self._manager.gpu(self.allocated_bytes // ITEM_BYTES[layout.dtype], layout.dtype, owner=OWNER)
         sizes = [math.prod(shape) * self._slots for shape in layout.parts] * layout.num_layers
         pages = iter(self.buffer.as_tensor().split(sizes))
         self.parts = [[self._part(next(pages), shape) for shape in layout.parts] for _ in range(layout.num_layers)]

@@ -87,7 +87,7 @@ def _workload(model: str | None, lines: list[PromptLine], sampling: Mapping[str,
 
 
 def _engine(model: str | None, device: str, strict_memory: bool, knobs: Mapping[str, Any], output: Output) -> LLM:
-    from onebudget.report.progress import open_progress
+    from onebudget.progress import open_progress
 
     try:
         from onebudget import LLM

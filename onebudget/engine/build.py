@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from onebudget.budget.ledger import Ledger
     from onebudget.device.base import Device
     from onebudget.models.facts import ModelFacts
-    from onebudget.report.progress import Progress
+    from onebudget.progress import Progress
 
 
 @dataclass(slots=True)

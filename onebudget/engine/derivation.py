@@ -20,7 +20,7 @@ from onebudget.engine.penalties import late_tables
 from onebudget.engine.probe import kv_cost, measure
 from onebudget.engine.station import fake_station
 from onebudget.models.facts import DTYPE_BYTES
-from onebudget.report.progress import SilentProgress
+from onebudget.progress import SilentProgress
 from onebudget.units import align_up
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from onebudget.engine.sleep import SleepReport
 from onebudget.engine.text import TextBuilder
 from onebudget.errors import ConfigError, RequestError, StateError
 from onebudget.models.files import resolve_model
-from onebudget.report.progress import Progress, SilentProgress
+from onebudget.progress import Progress, SilentProgress
 
 if TYPE_CHECKING:
     from onebudget.budget.ledger import Ledger

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from onebudget.config import BudgetConfig
     from onebudget.engine.station import Station
     from onebudget.models.facts import ModelFacts
-    from onebudget.report.progress import Progress
+    from onebudget.progress import Progress
 
 DUMMY_TOKEN_ID = 1
 # The costliest sampling there is: both filters sort the whole vocabulary.

@@ -16,7 +16,7 @@ from onebudget.devtools.tiny_models import TINY_KINDS, tiny_config, tiny_model
 from onebudget.engine.build import build_engine
 from onebudget.engine.derivation import declared_reserves
 from onebudget.models.facts import facts_from_config
-from onebudget.report.progress import SilentProgress
+from onebudget.progress import SilentProgress
 
 PROVED_HERE = {"fragmentation"}
 """The rounding of pages has no workload of its own: a test below goes through the places where the pool may end."""

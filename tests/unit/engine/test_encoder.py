@@ -14,7 +14,7 @@ from onebudget.devtools.tiny_models import tiny_model
 from onebudget.engine.derivation import engine_ledger
 from onebudget.engine.probe import measure
 from onebudget.engine.station import fake_station
-from onebudget.report.progress import SilentProgress
+from onebudget.progress import SilentProgress
 
 CONFIG = BudgetConfig(max_seq_len=64, max_batch_size=4, max_num_tokens=64, enable_penalties=False)
 PATCHES, WIDTH = 4096, 256

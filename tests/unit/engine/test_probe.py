@@ -13,7 +13,7 @@ from onebudget.config import BudgetConfig
 from onebudget.engine.probe import build_executor, measure, probe_batches, run_dummies
 from onebudget.engine.station import Station, fake_station
 from onebudget.errors import AllocationError, BudgetError
-from onebudget.report.progress import SilentProgress
+from onebudget.progress import SilentProgress
 
 CONFIG = BudgetConfig(max_seq_len=64, max_num_tokens=100, max_batch_size=4)
 

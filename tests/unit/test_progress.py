@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from onebudget.report.progress import PlainProgress, RichProgress, SilentProgress, open_progress
+from onebudget.progress import PlainProgress, RichProgress, SilentProgress, open_progress
 
 
 class Terminal(io.StringIO):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from numbers import Real
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from onebudget.errors import ConfigError
 
@@ -111,12 +111,12 @@ def _all(values: object, usable: Callable[[object], bool]) -> bool:
     return isinstance(values, tuple) and all(map(usable, values))
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_token(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return _is_int(value) and value >= 0
 
 
 def _is_number(value: object) -> bool:
@@ -125,7 +125,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_logprobs(value: object) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_LOGPROBS)
+    return value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,9 @@ def explain(
     if other is None:
         _explain_one(document, output)
     else:
-        _explain_two(document, read_document(other), output)
-    write_report(document if other is None else read_document(other), report, output)
+        before, document = document, read_document(other)
+        _explain_two(before, document, output)
+    write_report(document, report, output)
     return DONE
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from onebudget import knobs
 from onebudget.errors import ConfigError
-from onebudget.units import GIB
+from onebudget.units import GIB, ceil_div
 
 DEFAULT_HOST_MEMORY_BYTES = 2 * GIB
 """Capacity of a host device when ``device_memory`` is not given."""
@@ -92,7 +92,7 @@ class BudgetConfig:
     @property
     def blocks_per_max_request(self) -> int:
         """Blocks that one request of ``max_seq_len`` tokens holds."""
-        return -(-self.max_seq_len // self.tokens_per_block)
+        return ceil_div(self.max_seq_len, self.tokens_per_block)
 
     def replace(self, **changes: Any) -> BudgetConfig:
         """A checked copy with other values; what was given before stays given."""

@@ -11,7 +11,7 @@ from onebudget.errors import ConfigError, OneBudgetError
 from onebudget.report.document import read_document
 from onebudget.report.palette import colour_of, ink_on
 from onebudget.report.segments import Document, Segment, has_measurement, segments_of, subject
-from onebudget.units import format_bytes
+from onebudget.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +39,7 @@ def draw(document: Document) -> Figure:
 
     segments = [segment for segment in segments_of(document) if segment.planned_bytes or segment.measured_bytes]
     measured = has_measurement(document)
-    legend_rows = -(-len(segments) // 3)
+    legend_rows = ceil_div(len(segments), 3)
     height = 1.25 + (1.3 if measured else 0.75) + 0.26 * legend_rows
     figure = Figure(figsize=(_WIDTH_INCHES, height), layout="constrained")
     axes = figure.add_subplot()

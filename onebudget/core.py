@@ -1,4 +1,4 @@
-"""Requests and batches: the words scheduler, managers, engine and server share."""
+"""Requests and batches: the words scheduler, managers and engine share."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class Ledger:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Ledger:
-        """Read a document of ``plan``, ``run`` or ``doctor`` back; keys beside the ledger's own are ignored.
+        """Read a document that holds a ledger, such as that of ``run``; keys beside the ledger's own are ignored.
 
         Raises ``ConfigError`` naming what is missing, of the wrong type, or does not sum.
         """

@@ -96,7 +96,7 @@ class Scheduler:
     def _start(self, request: Request) -> None:
         request.state = RequestState.CONTEXT
         request.computed_tokens = self._kv.begin(request)
-        self.reused_tokens += request.computed_tokens
+        self.reused_tokens += 0 if request.is_dummy else request.computed_tokens
         self.running.append(request)
         self._reserved_blocks += self._kv.needed_to_completion(request)
 

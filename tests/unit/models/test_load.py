@@ -94,6 +94,9 @@ def test_no_tokenizer(edited: Edit) -> None:
 def test_positions_that_depend_on_a_whole_sequence(edited: Edit) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     assert "positions by dynamic" in refused(edited(rope_parameters=rope))
+
+
+def test_attention_in_chunks(edited: Edit) -> None:
     assert "chunked attention" in refused(edited(layer_types=["chunked_attention", "full_attention"]))
 
 

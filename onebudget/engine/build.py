@@ -12,9 +12,10 @@ from onebudget.budget.profile import ProfileResult
 from onebudget.buffers import BufferManager
 from onebudget.config import BudgetConfig, resolve_max_seq_len
 from onebudget.engine.agreement import agree_on_ledger, agree_on_settings
+from onebudget.engine.assembly import build_executor
 from onebudget.engine.derivation import dry_profile, engine_ledger, left_out
 from onebudget.engine.executor import Counters, Executor
-from onebudget.engine.probe import build_executor, full_cache_tells, measure, probe_batches, run_dummies, run_full_cache
+from onebudget.engine.probe import full_cache_tells, measure, probe_batches, run_dummies, run_full_cache
 from onebudget.engine.ranks import RankGroup
 from onebudget.engine.sleep import Sleeper
 from onebudget.engine.stages import Stages

@@ -15,9 +15,10 @@ from onebudget.budget.estimation import why_estimation_is_off
 from onebudget.budget.late import LateAllocations
 from onebudget.budget.ledger import DeviceLine, HostLine, Ledger
 from onebudget.budget.reserves import ReserveLine, encoder_reserve_bytes, seat_count
+from onebudget.engine.assembly import kv_cost
 from onebudget.engine.logprobs import prompt_rows_at_once
 from onebudget.engine.penalties import late_tables
-from onebudget.engine.probe import kv_cost, measure
+from onebudget.engine.probe import measure
 from onebudget.engine.station import fake_station
 from onebudget.models.facts import DTYPE_BYTES
 from onebudget.progress import SilentProgress

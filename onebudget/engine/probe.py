@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,90 +11,27 @@ from onebudget.attention import backend_for
 from onebudget.budget.estimation import why_estimation_is_off
 from onebudget.budget.probe_load import dummy_lengths, limit_probe_pool, probe_pool, resolve_probe_config
 from onebudget.budget.profile import ProfileResult
-from onebudget.budget.reserves import seat_count
 from onebudget.core import MAX_LOGPROBS, Request, SamplingParams
 from onebudget.device.meter import StorageMeter
 from onebudget.engine import logprobs
+from onebudget.engine.assembly import build_executor, kv_cost
 from onebudget.engine.encoder import dummy_output
 from onebudget.engine.executor import Executor
 from onebudget.engine.logprobs import kept_hidden_bytes, prompt_rows_at_once
-from onebudget.engine.model_runner import ModelRunner
-from onebudget.engine.penalties import PenaltyStore
-from onebudget.engine.sampler import Sampler
 from onebudget.engine.stages import Stages
 from onebudget.errors import AllocationError, ModelError
-from onebudget.models.facts import DTYPE_BYTES, kv_dtype_name
-from onebudget.resources import KVCacheManager, SequenceSlotManager
-from onebudget.resources.kv.pool import KVLayout, KVPool
+from onebudget.models.facts import DTYPE_BYTES
 from onebudget.units import ceil_div
 
 if TYPE_CHECKING:
-    from onebudget.budget.cost import CacheCost
     from onebudget.config import BudgetConfig
     from onebudget.engine.station import Station
-    from onebudget.models.facts import ModelFacts
     from onebudget.progress import Progress
 
 DUMMY_TOKEN_ID = 1
 # The costliest sampling there is: both filters sort the whole vocabulary.
 _COSTLY_SAMPLING = SamplingParams(max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, seed=0, ignore_eos=True)
 _PROMPT_LOGPROBS = replace(_COSTLY_SAMPLING, prompt_logprobs=MAX_LOGPROBS)
-
-
-def kv_layout(station: Station, config: BudgetConfig) -> KVLayout:
-    facts = station.model.facts
-    parts = backend_for(facts).page_parts(facts)
-    dtype = kv_dtype_name(config.kv_cache_dtype, station.model.dtype)
-    return KVLayout(len(facts.layers), config.tokens_per_block, parts, dtype)
-
-
-def kv_cost(facts: ModelFacts, dtype: str, config: BudgetConfig) -> CacheCost:
-    """Cost of the cache of a model that computes in ``dtype``, in the dtype the config stores it in."""
-    return facts.cache_cost(kv_dtype_name(config.kv_cache_dtype, dtype))
-
-
-def build_executor(
-    station: Station,
-    config: BudgetConfig,
-    num_blocks: int,
-    *,
-    metered: bool,
-    probe_lengths: Sequence[Sequence[int]] = (),
-    attended_tokens_cap: int | None = None,
-) -> Executor:
-    """Pool, manager, runner and loop over ``num_blocks`` KV blocks; nothing is left when a part does not fit.
-
-    ``attended_tokens_cap`` is the admission cap of an engine that serves; a probe has none.
-    """
-    with station.stages.open("kv_cache"):
-        pool = KVPool(station.manager, kv_layout(station, config), num_blocks)
-    kv = KVCacheManager(
-        pool,
-        reuse=config.enable_block_reuse,
-        probe_lengths=probe_lengths,
-        attended_tokens_cap=attended_tokens_cap,
-    )
-    with ExitStack() as undo:
-        undo.callback(kv.shutdown)
-        runner = ModelRunner(
-            station.model, config, kv, station.device, station.manager, station.stages, metered=metered
-        )
-        undo.callback(runner.release)
-        slots = SequenceSlotManager(seat_count(max_batch_size=config.max_batch_size))
-        sampler = Sampler(config.seed, _penalties(station, config, slots))
-        undo.pop_all()
-    return Executor(config, runner, kv, slots=slots, sampler=sampler, ranks=station.ranks)
-
-
-def _penalties(station: Station, config: BudgetConfig, slots: SequenceSlotManager) -> PenaltyStore | None:
-    if not config.enable_penalties:
-        return None
-    return PenaltyStore(
-        station.manager,
-        slots,
-        max_beam_width=config.max_beam_width,
-        scope=lambda: station.stages.open("workspace"),
-    )
 
 
 def probe_batches(config: BudgetConfig, *, spread: bool = True) -> list[list[int]]:

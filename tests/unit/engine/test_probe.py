@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 from onebudget.config import BudgetConfig
-from onebudget.engine.probe import build_executor, measure, probe_batches, run_dummies
+from onebudget.engine.assembly import build_executor
+from onebudget.engine.probe import measure, probe_batches, run_dummies
 from onebudget.engine.station import Station, fake_station
 from onebudget.errors import AllocationError, BudgetError
 from onebudget.progress import SilentProgress

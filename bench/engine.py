@@ -4,7 +4,7 @@ Each row runs our engine and the peer in turn, round by round, so that a driftin
 medians with quartiles. Our side includes scheduling, sampling and text. The bandwidth limit is the time to read the
 weights and the attended KV once per step at the read bandwidth measured in the same run.
 
-    python bench/engine.py [--rounds 9] [--dtype auto|bf16|fp32] [--json-file out.json]
+    python bench/engine.py [--rounds 9] [--dtype auto|bf16|fp32] [--requests 1 8 16] [--json-file out.json]
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from rich.table import Table
 from onebudget import LLM, SamplingParams
 from onebudget.models.demo import ensure_demo_model
 
+Serve = Callable[[Sequence[list[int]]], list[list[int]]]
 PROMPT_TOKENS, NEW_TOKENS = 256, 32
 STORY = (
     "The lighthouse keeper climbed the stairs every evening, lit the lamp, wrote the weather into a book and listened "
@@ -55,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--requests", type=int, nargs="*", default=[1, 8, 16])
     parser.add_argument("--json-file", type=Path)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -67,13 +70,13 @@ def main() -> None:
     with LLM(folder, dtype=arguments.dtype, **knobs) as llm:
         peer = Peer(folder, llm.engine.station.model.dtype)
         rows = []
-        for requests in (1, 8, 16):
+        for requests in arguments.requests:
             prompts = make_prompts(llm.tokenizer, requests)
-            rows.append(compare(llm, peer.generate, "generate", prompts, arguments.rounds, bandwidth))
+            rows.append(compare(llm, peer.session, "generate", prompts, arguments.rounds, bandwidth))
             if requests > 1:
-                with peer.continuous(requests) as batching:
-                    name = "continuous batching"
-                    rows.append(compare(llm, batching, name, prompts, arguments.rounds, bandwidth))
+                batching = Continuous(peer, requests)
+                rows.append(compare(llm, batching.session, "continuous batching", prompts, arguments.rounds, bandwidth))
+                batching.close()
         document = {
             "dtype": llm.engine.station.model.dtype,
             "threads": torch.get_num_threads(),
@@ -120,37 +123,43 @@ class Peer:
         output = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=self.config)
         return [row[ids.shape[1] :].tolist() for row in output]
 
-    def continuous(self, requests: int) -> Continuous:
-        return Continuous(self, requests)
+    @contextmanager
+    def session(self) -> Iterator[Serve]:
+        yield self.generate
 
 
 class Continuous:
-    """transformers' continuous batching with one manager kept running, so that its start is not timed."""
+    """transformers' continuous batching. The manager and its warm-up are kept between sessions, so neither is timed;
+    between sessions its thread stands still, so it takes no core from the other side."""
 
     def __init__(self, peer: Peer, requests: int) -> None:
-        blocks = requests * 2 + 8
-        self._context = peer.model.continuous_batching_context_manager(
-            generation_config=peer.config,
-            continuous_batching_config=transformers.generation.ContinuousBatchingConfig(
-                num_blocks=blocks, max_batch_tokens=4096, max_requests_per_batch=requests, allow_block_sharing=False
-            ),
+        self._peer = peer
+        self._config = transformers.generation.ContinuousBatchingConfig(
+            num_blocks=requests * 2 + 8,
+            max_batch_tokens=4096,
+            max_requests_per_batch=requests,
+            allow_block_sharing=False,
         )
 
-    def __enter__(self) -> Callable[[Sequence[list[int]]], list[list[int]]]:
-        self._manager = self._context.__enter__()
-        return self.generate
+    @contextmanager
+    def session(self) -> Iterator[Serve]:
+        with self._peer.model.continuous_batching_context_manager(
+            generation_config=self._peer.config, continuous_batching_config=self._config, persistent_manager=True
+        ) as manager:
+            yield lambda prompts: self._generate(manager, prompts)
 
-    def __exit__(self, *error: object) -> None:
-        self._context.__exit__(*error)
-
-    def generate(self, prompts: Sequence[list[int]]) -> list[list[int]]:
-        ids = [self._manager.add_request(list(prompt), max_new_tokens=NEW_TOKENS) for prompt in prompts]
+    @staticmethod
+    def _generate(manager: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
+        ids = [manager.add_request(list(prompt), max_new_tokens=NEW_TOKENS) for prompt in prompts]
         done: dict[str, list[int]] = {}
         while len(done) < len(ids):
-            result = self._manager.get_result(timeout=60)
+            result = manager.get_result(timeout=60)
             if result is not None and result.is_finished():
                 done[result.request_id] = list(result.generated_tokens)
         return [done[request_id] for request_id in ids]
+
+    def close(self) -> None:
+        self._peer.model.destroy_cached_continuous_batching_manager()
 
 
 def ours(llm: LLM, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
@@ -160,23 +169,28 @@ def ours(llm: LLM, prompts: Sequence[list[int]], new_tokens: int) -> list[list[i
 
 def compare(
     llm: LLM,
-    peer: Callable[[Sequence[list[int]]], list[list[int]]],
+    session: Callable[[], AbstractContextManager[Serve]],
     name: str,
     prompts: list[list[int]],
     rounds: int,
     bandwidth: float,
 ) -> Row:
-    ours(llm, prompts, NEW_TOKENS)
-    peer(prompts)
+    def our_side() -> tuple[float, list[list[int]]]:
+        return timed(lambda: ours(llm, prompts, NEW_TOKENS))
+
+    def peer_side() -> tuple[float, list[list[int]]]:
+        with session() as serve:
+            return timed(lambda: serve(prompts))
+
+    our_side(), peer_side()  # caches and allocators warm
     our_seconds, peer_seconds, prefill_seconds, equal = [], [], [], 0
     for number in range(rounds):
-        sides = [lambda: ours(llm, prompts, NEW_TOKENS), lambda: peer(prompts)]
-        order = (0, 1) if number % 2 == 0 else (1, 0)
-        results = {side: timed(sides[side]) for side in order}
-        our_seconds.append(results[0][0])
-        peer_seconds.append(results[1][0])
+        first, second = (our_side, peer_side) if number % 2 == 0 else (peer_side, our_side)
+        results = {first: first(), second: second()}
+        our_seconds.append(results[our_side][0])
+        peer_seconds.append(results[peer_side][0])
         prefill_seconds.append(timed(lambda: ours(llm, prompts, 1))[0])
-        equal = sum(a == b for a, b in zip(results[0][1], results[1][1], strict=True))
+        equal = sum(a == b for a, b in zip(results[our_side][1], results[peer_side][1], strict=True))
     ratios = [theirs / mine for mine, theirs in zip(our_seconds, peer_seconds, strict=True)]
     tokens = len(prompts) * NEW_TOKENS
     step = (statistics.median(our_seconds) - statistics.median(prefill_seconds)) / (NEW_TOKENS - 1)

@@ -114,6 +114,14 @@ class Knob:
     about: str
 
 
+UNBUILT_KNOBS = frozenset(
+    {
+        "avg_seq_len", "cross_kv_fraction", "disk_cache_bytes", "host_cache_bytes", "kv_cache_manager",
+        "max_attention_window", "max_beam_width", "max_util_for_resume", "pool_ratio",
+    }
+)  # fmt: skip
+"""Knobs that the derivation knows and our engine does not act on yet: it refuses them instead of ignoring them."""
+
 KNOBS: Mapping[str, Knob] = {
     item.name: Knob(item.default, item.metadata["clean"], item.metadata["about"])
     for item in dataclasses.fields(BudgetConfig)

@@ -17,7 +17,7 @@ MAX_LOGPROBS = 20
 """Most alternatives per token that log-probabilities are given for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request's tokens are chosen.
 

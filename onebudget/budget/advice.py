@@ -134,8 +134,7 @@ def _own_candidates(inputs: Inputs, now: Shares) -> Iterator[Candidate]:
 def budget_error(inputs: Inputs, shares: Shares, ledger: Ledger) -> BudgetError:
     """The error for a ledger that doesn't fit: needed, available, largest term, and the two cheapest ways out."""
     config = inputs.config
-    holders = sorted(ledger.terms, key=lambda term: term.bytes, reverse=True)
-    largest = f" The largest term is {holders[0].name} with {format_bytes(holders[0].bytes)}." if holders else ""
+    largest, largest_bytes = _largest_claim(inputs, shares)
     lines = [f"{line.name} {format_bytes(line.bytes)}" for line in (*shares.added, *shares.cuts)]
     reserves = f", reserves: {', '.join(lines)}" if lines else ""
     binding = " and ".join(cap.name for cap in shares.caps if cap.binding)
@@ -144,20 +143,37 @@ def budget_error(inputs: Inputs, shares: Shares, ledger: Ledger) -> BudgetError:
         f"{format_bytes(inputs.min_kv_bytes)}, {format_bytes(max(shares.pool_bytes, 0))} is available "
         f"(short by {format_bytes(ledger.shortfall_bytes)}; {binding} binds). "
         f"Of {format_bytes(inputs.total_bytes)} the peak takes {format_bytes(shares.peak_bytes)}{reserves}, "
-        f"and free_gpu_memory_fraction {config.free_gpu_memory_fraction} applies to the rest.{largest} "
+        f"and free_gpu_memory_fraction {config.free_gpu_memory_fraction} applies to the rest. "
+        f"The largest term is {largest} with {format_bytes(largest_bytes)}. "
         f"{ways_out(ledger.changes)}"
     )
     return BudgetError(message, ledger=ledger)
 
 
+def _largest_claim(inputs: Inputs, shares: Shares) -> tuple[str, int]:
+    """What wants most of the card, whether or not it finds it: a ledger that does not fit shows only what is paid."""
+    profile = inputs.profile
+    claims = {line.name: line.bytes for line in (*shares.added, *shares.cuts)} | {
+        "weights": profile.model_bytes,
+        "activations": max(profile.activation_bytes - profile.allocated_bytes, 0),
+        "context": profile.extra_cost_bytes,
+    }
+    return max(claims.items(), key=lambda item: item[1])
+
+
 def ways_out(changes: Iterable[Change]) -> str:
     """The two cheapest changes as a sentence."""
-    texts = [" with ".join(f"{name} = {value}" for name, value in change.set.items()) for change in changes][:2]
+    texts = [" with ".join(_setting(*item) for item in change.set.items()) for change in changes][:2]
     if not texts:
         return (
             "No setting alone is enough: lower max_batch_size, max_num_tokens or max_seq_len, or use a larger device."
         )
     return f"Cheapest ways out: {', or '.join(texts)}."
+
+
+def _setting(name: str, value: Any) -> str:
+    size = f" ({format_bytes(value)})" if name in {"device_memory", "max_gpu_total_bytes"} else ""
+    return f"{name} = {value}{size}"
 
 
 def pool_warnings(inputs: Inputs, ledger: Ledger) -> tuple[str, ...]:

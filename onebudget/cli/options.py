@@ -16,7 +16,7 @@ import typer
 
 from onebudget.cli.boundary import guarded
 from onebudget.cli.output import Output
-from onebudget.config import KNOBS, Knob
+from onebudget.config import KNOBS, UNBUILT_KNOBS, Knob
 
 Command = Callable[..., int]
 
@@ -33,7 +33,10 @@ _EXTRA_KNOBS: Mapping[str, Knob] = {
     "offline": Knob(False, lambda name, value: value, "use only files that are on this machine"),
     "revision": Knob(None, lambda name, value: value, "revision of the model on the hub"),
 }
-ENGINE_KNOBS: Mapping[str, Knob] = {**KNOBS, **_EXTRA_KNOBS}
+ENGINE_KNOBS: Mapping[str, Knob] = {
+    **{name: knob for name, knob in KNOBS.items() if name not in UNBUILT_KNOBS},
+    **_EXTRA_KNOBS,
+}
 
 
 def command(function: Command) -> Callable[..., None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from onebudget.engine.logprobs import prompt_rows_at_once
 from onebudget.engine.penalties import late_tables
 from onebudget.engine.probe import measure
 from onebudget.engine.station import fake_station
+from onebudget.errors import BudgetError
 from onebudget.models.facts import DTYPE_BYTES
 from onebudget.progress import SilentProgress
 from onebudget.units import align_up
@@ -45,12 +46,14 @@ def engine_ledger(
     profile: ProfileResult,
     *,
     device: Device,
-    rounding_bytes: int = 0,
+    rounding_bytes: int | None = None,
     encoder: MultimodalEncoder | None = None,
     notes: Iterable[str] = (),
 ) -> Ledger:
     """The budget of one model on one device. ``BudgetError`` with simulated ways out when it doesn't fit."""
     reason = why_estimation_is_off(config)
+    if rounding_bytes is None:  # a dry run: nothing but rounding is outside its books
+        rounding_bytes = profile.extra_cost_bytes
     granule = device.facts.granularity_bytes
     others = device.account.others_bytes
     lines, workspace = declared_reserves(facts, dtype, config, profile, granule)
@@ -202,14 +205,40 @@ def _candidates(
     if DTYPE_BYTES[dtype] == 4:
         changes += [{"dtype": "bf16"}, *({"dtype": "bf16", **change} for change in tuple(changes))]
     for change in changes:
-        wanted = config.replace(**change)
-        wanted_dtype = "bfloat16" if "dtype" in change else dtype
-        dry = dry_profile(folder, wanted_dtype, wanted, ranks=facts.ranks)
-        lines, workspace = declared_reserves(facts, wanted_dtype, wanted, dry, granule_bytes)
-        yield Candidate(
-            set=change,
-            profile=dry,
-            cost=kv_cost(facts, wanted_dtype, wanted),
-            context_workspace=workspace,
-            reserves=tuple(lines),
-        )
+        yield _simulated(folder, facts, dtype, config, change, granule_bytes)
+    if config.device_memory is not None and changes:
+        together = {name: value for change in changes for name, value in change.items()}
+        smallest = _simulated(folder, facts, dtype, config, together, granule_bytes)
+        yield _on_the_smallest_card(config, smallest)
+
+
+def _simulated(
+    folder: Path, facts: ModelFacts, dtype: str, config: BudgetConfig, change: Mapping[str, object], granule_bytes: int
+) -> Candidate:
+    wanted = config.replace(**change)
+    wanted_dtype = "bfloat16" if "dtype" in change else dtype
+    dry = dry_profile(folder, wanted_dtype, wanted, ranks=facts.ranks)
+    lines, workspace = declared_reserves(facts, wanted_dtype, wanted, dry, granule_bytes)
+    return Candidate(
+        set=change,
+        profile=dry,
+        cost=kv_cost(facts, wanted_dtype, wanted),
+        context_workspace=workspace,
+        reserves=tuple(lines),
+    )
+
+
+def _on_the_smallest_card(config: BudgetConfig, change: Candidate) -> Candidate:
+    """The same change with just as much device memory as it needs."""
+    assert config.device_memory is not None
+    assert change.profile is not None
+    assert change.cost is not None
+    needed_bytes = config.device_memory
+    try:
+        derive_budget(
+            config.replace(**change.set), change.profile, change.cost, change.reserves or (),
+            total_bytes=needed_bytes, context_workspace=change.context_workspace,
+        )  # fmt: skip
+    except BudgetError as short:
+        needed_bytes += short.ledger.shortfall_bytes if short.ledger else 0
+    return replace(change, set={**change.set, "device_memory": needed_bytes}, total_bytes=needed_bytes)

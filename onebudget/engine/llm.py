@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from onebudget.config import DEFAULT_HOST_MEMORY_BYTES, BudgetConfig, resolve_environment
+from onebudget.config import DEFAULT_HOST_MEMORY_BYTES, KNOBS, UNBUILT_KNOBS, BudgetConfig, resolve_environment
 from onebudget.core import Request, RequestOutput, SamplingParams
 from onebudget.device import open_device
 from onebudget.engine.admission import admitted_new_tokens
@@ -66,6 +66,8 @@ class LLM:
         with self._ranks.guard("start"):
             config = _resolved(knobs)
             _refuse_unbuilt(config)
+            if device == "host" and config.device_memory is None:
+                config = config.replace(device_memory=DEFAULT_HOST_MEMORY_BYTES)
             folder = _model_folder(model, revision, offline)
             opened = _open(device, config, self._ranks)
             self._engine = build_engine(
@@ -298,21 +300,13 @@ def _resolved(knobs: Mapping[str, Any]) -> BudgetConfig:
     return resolved.config
 
 
-_UNBUILT_KNOBS = {
-    "avg_seq_len", "cross_kv_fraction", "disk_cache_bytes",
-    "host_cache_bytes", "max_attention_window", "max_util_for_resume", "pool_ratio",
-}  # fmt: skip
-
-
 def _refuse_unbuilt(config: BudgetConfig) -> None:
     """A knob that the derivation knows but this engine does not act on yet must not look as if it did."""
-    unbuilt = sorted(config.given & _UNBUILT_KNOBS)
+    unbuilt = sorted(name for name in config.given & UNBUILT_KNOBS if getattr(config, name) != KNOBS[name].default)
     if unbuilt:
         raise ConfigError(
             f"{', '.join(unbuilt)}: this engine does not act on that yet. Leave it out.", field=unbuilt[0]
         )
-    if config.kv_cache_manager != "v1":
-        raise ConfigError.for_field("kv_cache_manager", config.kv_cache_manager, "'v1' (v2 is not built yet)")
 
 
 def _given(defaults: object, name: str, otherwise: Any) -> Any:

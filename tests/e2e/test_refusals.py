@@ -97,7 +97,7 @@ def test_a_smaller_dtype_is_advised_and_serves(refusal: BudgetError, demo_model:
 
 def test_the_card_that_is_advised_serves(refusal: BudgetError, demo_model: Path) -> None:
     assert refusal.ledger is not None
-    (cure,) = (dict(change.set) for change in refusal.ledger.changes if "device_memory" in change.set)
+    (cure,) = (dict(change.set) for change in refusal.ledger.changes if set(change.set) == {"device_memory"})
     assert cure == {"device_memory": 520 * 2**20 + refusal.ledger.shortfall_bytes}
     with LLM(demo_model, **{**SMALL, **cure}) as llm:
         assert llm.generate("Hello", GREEDY)[0].finish_reason == "length"

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,6 +28,7 @@ from onebudget.progress import Progress, SilentProgress
 if TYPE_CHECKING:
     from onebudget.budget.ledger import Ledger
     from onebudget.device.base import Device
+    from onebudget.engine.executor import Executor
 
 logger = logging.getLogger(__name__)
 
@@ -132,10 +134,14 @@ class LLM:
         try:
             with self._progress.stage("generate", len(sessions)) as stage:
                 stage.advance(sum(session.request.finished for session in sessions))
-                for finished in self._run(sessions):
-                    stage.advance(len(finished))
+                with closing(self._run(sessions)) as steps:
+                    for finished in steps:
+                        stage.advance(len(finished))
         except KeyboardInterrupt:
             self.interrupted = True
+            self._end(
+                sessions, self.engine.executor, self.tokenizer
+            )  # the interrupt may have come before the first step
             if not return_on_interrupt:
                 raise
         return [RequestOutput.of(session.request) for session in sessions]
@@ -233,11 +239,15 @@ class LLM:
                         finished = executor.step()
                     yield [self._sessions[r.id].settle(tokenizer) for r in finished if r.id in self._sessions]
         finally:
-            for session in sessions:
-                executor.cancel(session.request)
-                session.settle(tokenizer)
-                self._sessions.pop(session.request.id, None)
+            self._end(sessions, executor, tokenizer)
             self._throughput.add(time.perf_counter() - started, sessions)
+
+    def _end(self, sessions: list[Session], executor: Executor, tokenizer: Any) -> None:
+        """Cancel what is unfinished, write the texts, forget the sessions. Safe to call again, and after ``close``."""
+        for session in sessions:
+            executor.cancel(session.request)
+            session.settle(tokenizer)
+            self._sessions.pop(session.request.id, None)
 
     def _on_token(self, request: Request) -> None:
         if request.id in self._sessions:

@@ -14,7 +14,7 @@ from onebudget import LLM
 from onebudget.config import BudgetConfig
 from onebudget.core import Request, RequestState, SamplingParams
 from onebudget.devtools.scripted import ScriptedRunner, scripted_executor
-from onebudget.engine import probe
+from onebudget.engine import assembly
 from onebudget.engine.executor import Executor
 from onebudget.errors import CapacityError, ConfigError
 from onebudget.resources import KVCacheManager
@@ -214,7 +214,7 @@ def caps(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
         seen.append(kwargs.get("attended_tokens_cap"))
         return KVCacheManager(*args, **kwargs)
 
-    monkeypatch.setattr(probe, "KVCacheManager", noted)
+    monkeypatch.setattr(assembly, "KVCacheManager", noted)
     return seen
 
 

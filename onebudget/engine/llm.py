@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -139,9 +139,8 @@ class LLM:
                         stage.advance(len(finished))
         except KeyboardInterrupt:
             self.interrupted = True
-            self._end(
-                sessions, self.engine.executor, self.tokenizer
-            )  # the interrupt may have come before the first step
+            # The interrupt may have come before the first step.
+            self._end(sessions, self.engine.executor, self.tokenizer)
             if not return_on_interrupt:
                 raise
         return [RequestOutput.of(session.request) for session in sessions]
@@ -227,7 +226,7 @@ class LLM:
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _run(self, sessions: list[Session]) -> Iterator[list[Request]]:
+    def _run(self, sessions: list[Session]) -> Generator[list[Request], None, None]:
         """Step until all of ``sessions`` ended; whatever is left when the caller stops early is cancelled."""
         executor, tokenizer = self.engine.executor, self.tokenizer
         started = time.perf_counter()

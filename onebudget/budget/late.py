@@ -67,7 +67,14 @@ class LateAllocations:
         )
 
 
-def penalty_tables(*, num_sequences: int, max_beam_width: int, vocab_size: int) -> LateAllocation:
+def penalty_tables(
+    *, num_sequences: int, max_beam_width: int, vocab_size: int, granule_bytes: int = 1
+) -> LateAllocation:
     """The penalty tables of all slots of our own engine: it does not live off the fraction's slack."""
-    worst = penalty_table_bytes(num_sequences=num_sequences, max_beam_width=max_beam_width, vocab_size=vocab_size)
+    worst = penalty_table_bytes(
+        num_sequences=num_sequences,
+        max_beam_width=max_beam_width,
+        vocab_size=vocab_size,
+        granule_bytes=granule_bytes,
+    )
     return LateAllocation("penalty_workspace", worst, "the first penalised request")

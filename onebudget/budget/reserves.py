@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from onebudget.errors import ConfigError
+from onebudget.units import align_up
 
 if TYPE_CHECKING:
     from onebudget.budget.ledger import Basis
@@ -52,9 +53,11 @@ def seat_count(*, max_batch_size: int, pp_size: int = 1, headroom: bool = False,
     return max_batch_size * (2 if headroom and overlap else 1)
 
 
-def penalty_table_bytes(*, num_sequences: int, max_beam_width: int, vocab_size: int) -> int:
-    """Token counts (int32 per beam and vocabulary entry) and prompt mask (one byte) for ``num_sequences`` slots."""
-    return num_sequences * max_beam_width * vocab_size * 4 + num_sequences * vocab_size
+def penalty_table_bytes(*, num_sequences: int, max_beam_width: int, vocab_size: int, granule_bytes: int = 1) -> int:
+    """Token counts (int32 per beam and vocabulary entry) and prompt mask (one byte) for ``num_sequences`` slots, each
+    table in whole pages of ``granule_bytes``."""
+    counts_bytes = align_up(num_sequences * max_beam_width * vocab_size * 4, granule_bytes)
+    return counts_bytes + align_up(num_sequences * vocab_size, granule_bytes)
 
 
 def penalty_workspace_bytes(

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from onebudget.budget.late import LateAllocation, penalty_tables
 from onebudget.errors import AllocationError
-from onebudget.units import align_up, format_bytes
+from onebudget.units import format_bytes
 
 if TYPE_CHECKING:
     from onebudget.buffers import Buffer, BufferManager
@@ -26,15 +25,13 @@ if TYPE_CHECKING:
 
 OWNER = "penalty_workspace"
 PARAMETER_OWNER = "static_inputs"
-_COUNT_BYTES, _MASK_BYTES = 4, 1  # int32 and bool
 
 
 def late_tables(*, seats: int, max_beam_width: int, vocab_size: int, granule_bytes: int = 1) -> LateAllocation:
     """Both tables of ``seats`` slots, each in whole pages of ``granule_bytes``."""
-    tables = penalty_tables(num_sequences=seats, max_beam_width=max_beam_width, vocab_size=vocab_size)
-    counts = align_up(seats * max_beam_width * vocab_size * _COUNT_BYTES, granule_bytes)
-    mask = align_up(seats * vocab_size * _MASK_BYTES, granule_bytes)
-    return replace(tables, worst_bytes=counts + mask)
+    return penalty_tables(
+        num_sequences=seats, max_beam_width=max_beam_width, vocab_size=vocab_size, granule_bytes=granule_bytes
+    )
 
 
 class PenaltyStore:

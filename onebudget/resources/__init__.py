@@ -4,5 +4,14 @@ from onebudget.resources.base import BaseResourceManager, ResourceKind
 from onebudget.resources.kv.manager import KVCacheManager
 from onebudget.resources.manager import ResourceManager
 from onebudget.resources.slots import SequenceSlotManager
+from onebudget.resources.units import BlocksDelta, BlocksTotal
 
-__all__ = ["BaseResourceManager", "KVCacheManager", "ResourceKind", "ResourceManager", "SequenceSlotManager"]
+__all__ = [
+    "BaseResourceManager",
+    "BlocksDelta",
+    "BlocksTotal",
+    "KVCacheManager",
+    "ResourceKind",
+    "ResourceManager",
+    "SequenceSlotManager",
+]

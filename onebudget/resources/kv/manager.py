@@ -121,7 +121,7 @@ class KVCacheManager(BaseResourceManager):
         self.pool.clear_fresh(taken)
         table.extend(taken)
 
-    def update(self, batch: ScheduledBatch) -> None:
+    def update(self, batch: ScheduledBatch, attn_meta: object = None, kv_elem_bytes: int | None = None) -> None:
         for request in batch.context_last:
             self._store(request)
 

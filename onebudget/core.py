@@ -153,12 +153,16 @@ def _finite(logprob: float) -> float | None:
 
 
 class RequestState(IntEnum):
-    """Life of a request; later states are greater."""
+    """Life of a request; later states are greater. A paused request goes back to ``WAITING``.
+
+    ``TO_COMPLETE``: the token that surely ends the request is computed and on its way to the host.
+    """
 
     WAITING = 0
     CONTEXT = 1
     GENERATION = 2
-    COMPLETE = 3
+    TO_COMPLETE = 3
+    COMPLETE = 4
 
 
 @dataclass(slots=True)
@@ -180,8 +184,15 @@ class Timings:
 class Request:
     """One sequence on its way through the engine.
 
-    ``computed_tokens`` counts tokens whose K/V stand in the cache; ``chunk_tokens`` is what the current step
-    computes. ``max_new_tokens`` is already limited by ``max_seq_len``.
+    ``computed_tokens`` counts tokens whose K/V stand in the cache, as far as steps were launched; ``chunk_tokens`` is
+    what the current step computes of the context. ``max_new_tokens`` is already limited by ``max_seq_len``.
+
+    A paused request starts over: ``replayed_tokens`` of its answer are computed again as context. ``begun`` says
+    whether the KV manager holds the sequence, ``suspended`` that it keeps it outside the device.
+
+    ``pending_tokens`` were sampled, but the host has not read them; the input of the next step is row
+    ``pending_row`` of the tokens that the step before sampled. ``draft_tokens`` are computed beside the last token,
+    ``rewind_tokens`` of them were rejected.
     """
 
     id: int
@@ -202,6 +213,23 @@ class Request:
     timings: Timings = field(default_factory=Timings)
     is_dummy: bool = False
     pretended_tokens: int = 0
+    adapter_id: int | None = None
+    cache_salt: str | None = None
+    media_digests: tuple[tuple[int, str], ...] = ()
+    """Position in the prompt and digest of what stands there instead of text."""
+    encoder_tokens: int | None = None
+    arrival: float = 0.0
+    """Seconds on the clock of whoever submits."""
+    draft_tokens: list[int] = field(default_factory=list)
+    rewind_tokens: int = 0
+    replayed_tokens: int = 0
+    reusable_estimate: int = 0
+    """Tokens that admission expects to find in the cache."""
+    begun: bool = False
+    suspended: bool = False
+    pauses: int = 0
+    pending_tokens: int = 0
+    pending_row: int | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -212,23 +240,67 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
+    def context_tokens(self) -> int:
+        """Tokens to compute before the next one is sampled: the prompt, and after a pause the answer so far."""
+        return len(self.prompt_token_ids) + self.replayed_tokens
+
+    @property
+    def context_token_ids(self) -> list[int]:
+        """The tokens that ``context_tokens`` counts."""
+        if not self.replayed_tokens:
+            return self.prompt_token_ids
+        return self.prompt_token_ids + self.output_token_ids[: self.replayed_tokens]
+
+    @property
     def remaining_prompt_tokens(self) -> int:
-        return max(0, self.prompt_tokens - self.computed_tokens)
+        """Context that is still to be computed."""
+        return max(0, self.context_tokens - self.computed_tokens)
 
     @property
     def is_last_chunk(self) -> bool:
-        """Whether this step finishes the prompt, so that a token is sampled."""
-        return self.computed_tokens + self.chunk_tokens >= self.prompt_tokens
+        """Whether this step finishes the context, so that a token is sampled."""
+        return self.computed_tokens + self.chunk_tokens >= len(self.prompt_token_ids) + self.replayed_tokens
+
+    @property
+    def is_first_chunk(self) -> bool:
+        """Whether nothing of the sequence stands in the cache in its own name yet."""
+        return not self.begun
 
     @property
     def finished(self) -> bool:
         return self.state is RequestState.COMPLETE
 
-    def tokens_of_step(self) -> list[int]:
-        """Token ids this step computes: a piece of the prompt, or the last sampled token."""
+    @property
+    def produced_tokens(self) -> int:
+        """Tokens of the answer, those on their way to the host included."""
+        return len(self.output_token_ids) + self.pending_tokens
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens this step computes."""
         if self.state is RequestState.GENERATION:
-            return self.output_token_ids[-1:]
-        return self.prompt_token_ids[self.computed_tokens : self.computed_tokens + self.chunk_tokens]
+            return 1 + len(self.draft_tokens)
+        return self.chunk_tokens
+
+    def tokens_of_step(self) -> list[int]:
+        """Token ids this step computes: a piece of the context, or the last sampled token and the drafts after it.
+
+        A token that the host has not read stands there as 0.
+        """
+        if self.state is RequestState.GENERATION:
+            last = self.output_token_ids[-1:] if self.pending_row is None else [0]
+            return last + self.draft_tokens
+        return self.context_token_ids[self.computed_tokens : self.computed_tokens + self.chunk_tokens]
+
+    def pause(self) -> None:
+        """Back among the waiting, to compute prompt and answer so far anew."""
+        self.state = RequestState.WAITING
+        self.computed_tokens = self.chunk_tokens = 0
+        self.replayed_tokens = len(self.output_token_ids)
+        self.draft_tokens = []
+        self.rewind_tokens = 0
+        self.begun = False
+        self.pending_tokens, self.pending_row = 0, None
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         self.state = RequestState.COMPLETE
@@ -239,11 +311,16 @@ class Request:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """What one step computes: prompt chunks, last chunks, then one-token generation."""
+    """What one step computes: context chunks, last chunks, then generation.
+
+    ``paused`` left the running requests to make room; ``encoder`` are requests whose encoder runs in this step.
+    """
 
     context_chunking: list[Request] = field(default_factory=list)
     context_last: list[Request] = field(default_factory=list)
     generation: list[Request] = field(default_factory=list)
+    paused: list[Request] = field(default_factory=list)
+    encoder: list[Request] = field(default_factory=list)
 
     @property
     def context(self) -> list[Request]:
@@ -254,12 +331,27 @@ class ScheduledBatch:
         return [*self.context_chunking, *self.context_last, *self.generation]
 
     @property
+    def sampled(self) -> list[Request]:
+        """Requests that get a token in this step, in the order of their rows."""
+        return [*self.context_last, *self.generation]
+
+    @property
     def size(self) -> int:
         return len(self.context_chunking) + len(self.context_last) + len(self.generation)
 
     @property
+    def can_use_graph(self) -> bool:
+        return not self.context_chunking and not self.context_last
+
+    @property
+    def context_tokens(self) -> int:
+        if self.can_use_graph:
+            return 0
+        return sum([request.chunk_tokens for request in self.context])
+
+    @property
     def tokens(self) -> int:
-        return sum(request.chunk_tokens for request in self.context) + len(self.generation)
+        return self.context_tokens + sum([1 + len(request.draft_tokens) for request in self.generation])
 
     def add(self, request: Request) -> None:
         if request.state is RequestState.GENERATION:
@@ -268,6 +360,12 @@ class ScheduledBatch:
             self.context_last.append(request)
         else:
             self.context_chunking.append(request)
+
+    def rebin(self, context: list[Request] | None = None) -> None:
+        """Split the context requests (those of the batch, or a new list) anew by whether this is their last chunk."""
+        context = self.context if context is None else context
+        self.context_chunking = [request for request in context if not request.is_last_chunk]
+        self.context_last = [request for request in context if request.is_last_chunk]
 
 
 @dataclass(frozen=True, slots=True)

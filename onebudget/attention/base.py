@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, ClassVar
+
+from onebudget.attention.pages import LayerPages
 
 if TYPE_CHECKING:
     import torch
 
+    from onebudget.attention.pages import PageGroup
     from onebudget.attention.plan import StepPlan
     from onebudget.config import BudgetConfig
     from onebudget.models.facts import ModelFacts
-    from onebudget.resources.kv.pool import KVPool
     from onebudget.workspace import ScratchBuffer
 
 
@@ -32,9 +35,9 @@ class AttentionBackend(ABC):
     """Whether a step behind a full cache may take more beside the scratch than one of fresh prompts, so that the
     profile has to run one."""
 
-    def __init__(self, pool: KVPool, scratch: ScratchBuffer, model: ModelFacts, dtype: str) -> None:
-        """``dtype``: torch's name of the computing dtype."""
-        self._pool = pool
+    def __init__(self, groups: Sequence[PageGroup], scratch: ScratchBuffer, model: ModelFacts, dtype: str) -> None:
+        """``groups``: the cache, see ``page_groups``. ``dtype``: torch's name of the computing dtype."""
+        self._pages = LayerPages(groups)
         self._scratch = scratch
 
     @classmethod

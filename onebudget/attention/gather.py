@@ -16,21 +16,23 @@ from onebudget.attention.kernels import additive_mask, flash
 from onebudget.units import align_up
 
 if TYPE_CHECKING:
-    from onebudget.attention.plan import ContextSpan, StepPlan
+    from collections.abc import Sequence
+
+    from onebudget.attention.pages import PageGroup
+    from onebudget.attention.plan import ContextSpan, GroupPlan, StepPlan
     from onebudget.config import BudgetConfig
     from onebudget.models.facts import ModelFacts
-    from onebudget.resources.kv.pool import KVPool
     from onebudget.workspace import ScratchBuffer
 
 
 class GatherBackend(AttentionBackend):
     name: ClassVar[str] = "gather"
 
-    def __init__(self, pool: KVPool, scratch: ScratchBuffer, model: ModelFacts, dtype: str) -> None:
-        super().__init__(pool, scratch, model, dtype)
+    def __init__(self, groups: Sequence[PageGroup], scratch: ScratchBuffer, model: ModelFacts, dtype: str) -> None:
+        super().__init__(groups, scratch, model, dtype)
         self._plan: StepPlan | None = None
-        self._masks: dict[int | None, torch.Tensor] = {}
-        self._stages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._stages: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     @classmethod
     def workspace_fixed_bytes(cls, model: ModelFacts, element_bytes: int, config: BudgetConfig) -> int:
@@ -49,14 +51,22 @@ class GatherBackend(AttentionBackend):
     def begin(self, plan: StepPlan) -> None:
         self._plan = plan
         self._masks = {}
+        counts = {(number, count) for number, group in enumerate(plan.groups) for count in _staged_blocks(group)}
         self._stages = {}
-        blocks = [span.prefix_blocks.numel() for span in plan.contexts if span.prefix_blocks.numel()]
-        if plan.decode is not None:
-            blocks.append(plan.decode.blocks.numel())
-        if blocks:
-            layout = self._pool.layout
-            scratch = self._scratch.require(max(blocks) * layout.tokens_per_block * layout.row_bytes)
-            self._stages = {count: _halves(scratch, count, self._pool) for count in set(blocks)}
+        if counts:
+            scratch = self._scratch.require(max(self._staged_bytes(number, count) for number, count in counts))
+            self._stages = {key: self._halves(scratch, *key) for key in counts}
+
+    def _staged_bytes(self, group: int, blocks: int) -> int:
+        layout = self._pages.layout(group)
+        return blocks * layout.tokens_per_block * layout.row_bytes
+
+    def _halves(self, scratch: torch.Tensor, group: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scratch as two ``[blocks, elements of a block]`` areas, for K and for V."""
+        half_bytes = self._staged_bytes(group, blocks) // 2
+        dtype: torch.dtype = getattr(torch, self._pages.layout(group).dtype)
+        keys, values = (scratch[start : start + half_bytes].view(dtype).view(blocks, -1) for start in (0, half_bytes))
+        return keys, values
 
     def forward(
         self,
@@ -69,9 +79,9 @@ class GatherBackend(AttentionBackend):
         sliding_window: int | None,
         up_projection: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        plan = self._plan
-        assert plan is not None and up_projection is None
-        for page, computed in zip(self._pool.parts[layer], (key, value), strict=True):
+        assert up_projection is None
+        plan = self._plan_of(layer)
+        for page, computed in zip(self._pages.parts(layer), (key, value), strict=True):
             page.slots.index_copy_(0, plan.slots, computed[0].transpose(0, 1))
         if not plan.contexts:
             return self._decode(layer, query, scale, sliding_window)
@@ -83,6 +93,10 @@ class GatherBackend(AttentionBackend):
             rows = slice(query.shape[2] - plan.decode.sequences, query.shape[2])
             output[:, rows] = self._decode(layer, query[:, :, rows], scale, sliding_window)
         return output
+
+    def _plan_of(self, layer: int) -> GroupPlan:
+        assert self._plan is not None
+        return self._plan.groups[self._pages.group_of(layer)]
 
     def _context(
         self,
@@ -130,8 +144,8 @@ class GatherBackend(AttentionBackend):
         return keys[:, :, : span.prefix_tokens], values[:, :, : span.prefix_tokens]
 
     def _decode(self, layer: int, query: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
-        assert self._plan is not None and self._plan.decode is not None
-        decode = self._plan.decode
+        decode = self._plan_of(layer).decode
+        assert decode is not None
         keys, values = self._stage(layer, decode.blocks, decode.sequences)
         if decode.uniform:
             keys, values = keys[:, :, : decode.padded_tokens], values[:, :, : decode.padded_tokens]
@@ -139,43 +153,42 @@ class GatherBackend(AttentionBackend):
         kv_heads = keys.shape[1]
         # Query heads that share a KV head ride as rows of one query: K and V are read once for the whole group.
         grouped = query.view(kv_heads, heads // kv_heads, decode.sequences, head_dim).permute(2, 0, 1, 3)
-        mask = self._decode_mask(window, query)
+        mask = self._decode_mask(layer, window, query)
         attended, _ = flash(grouped, keys, values, causal=False, scale=scale, mask=mask)
         return attended.reshape(1, decode.sequences, heads, head_dim)
 
     def _stage(self, layer: int, blocks: torch.Tensor, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather ``blocks`` of one layer; returns K and V ``[sequences, kv_heads, tokens, head_dim]`` in scratch."""
-        keys, values = self._stages[blocks.numel()]
-        for page, staged in zip(self._pool.parts[layer], (keys, values), strict=True):
+        group = self._pages.group_of(layer)
+        keys, values = self._stages[group, blocks.numel()]
+        for page, staged in zip(self._pages.parts(layer), (keys, values), strict=True):
             torch.index_select(page.blocks, 0, blocks, out=staged)
-        shape = (sequences, -1, *self._pool.layout.parts[0])
+        shape = (sequences, -1, *self._pages.layout(group).parts[0])
         return keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
 
-    def _decode_mask(self, window: int | None, query: torch.Tensor) -> torch.Tensor | None:
-        """Additive ``[sequences, 1, 1, padded]``; built once per step and window."""
-        assert self._plan is not None and self._plan.decode is not None
-        decode = self._plan.decode
+    def _decode_mask(self, layer: int, window: int | None, query: torch.Tensor) -> torch.Tensor | None:
+        """Additive ``[sequences, 1, 1, padded]``; built once per step, group and window."""
+        decode = self._plan_of(layer).decode
+        assert decode is not None
         if window is not None and decode.longest <= window:
             window = None
         if window is None and decode.uniform:
             return None
-        if window not in self._masks:
+        key = self._pages.group_of(layer), window
+        if key not in self._masks:
             positions = torch.arange(decode.padded_tokens, device=query.device)
             lengths = decode.lengths[:, None]
             hidden = positions >= lengths
             if window is not None:
                 hidden = hidden | (positions < lengths - window)
-            self._masks[window] = additive_mask(hidden, query)[:, None, None, :]
-        return self._masks[window]
+            self._masks[key] = additive_mask(hidden, query)[:, None, None, :]
+        return self._masks[key]
 
 
-def _halves(scratch: torch.Tensor, blocks: int, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scratch as two ``[blocks, elements of a block]`` areas, for K and for V."""
-    layout = pool.layout
-    half_bytes = blocks * layout.tokens_per_block * layout.row_bytes // 2
-    dtype = pool.parts[0][0].blocks.dtype
-    keys, values = (scratch[start : start + half_bytes].view(dtype).view(blocks, -1) for start in (0, half_bytes))
-    return keys, values
+def _staged_blocks(plan: GroupPlan) -> list[int]:
+    """How many blocks each part of the step stages at once."""
+    blocks = [span.prefix_blocks.numel() for span in plan.contexts if span.prefix_blocks.numel()]
+    return blocks if plan.decode is None else [*blocks, plan.decode.blocks.numel()]
 
 
 def _window_mask(span: ContextSpan, window: int, query: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from onebudget.units import align_up
 
 if TYPE_CHECKING:
-    from onebudget.attention.plan import DecodePlan, StepPlan
+    from onebudget.attention.plan import DecodePlan, GroupPlan
     from onebudget.config import BudgetConfig
     from onebudget.models.facts import LatentShape
 
@@ -59,7 +59,7 @@ class Demand:
     expanded: int = 0
 
     @classmethod
-    def of_step(cls, plan: StepPlan, tokens_per_block: int) -> Demand:
+    def of_step(cls, plan: GroupPlan, tokens_per_block: int) -> Demand:
         rows = start = 0
         for span in plan.contexts:
             # Gathered by whole blocks; what a block holds beyond the prefix is overwritten by what follows.

@@ -20,10 +20,10 @@ from onebudget.units import ceil_div
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from onebudget.attention.plan import ContextSpan, DecodePlan, StepPlan
+    from onebudget.attention.pages import PageGroup
+    from onebudget.attention.plan import ContextSpan, DecodePlan, GroupPlan, StepPlan
     from onebudget.config import BudgetConfig
     from onebudget.models.facts import ModelFacts
-    from onebudget.resources.kv.pool import KVPool
     from onebudget.workspace import ScratchBuffer
 
 _LARGEST_FP8 = torch.finfo(FP8).max
@@ -35,11 +35,12 @@ class LatentBackend(AttentionBackend):
     profiles_full_cache: ClassVar[bool] = False  # pieces are attended in halves, masks lie in scratch
     kv_dtypes: ClassVar[frozenset[str]] = frozenset({"auto", "fp8_e4m3"})
 
-    def __init__(self, pool: KVPool, scratch: ScratchBuffer, model: ModelFacts, dtype: str) -> None:
-        super().__init__(pool, scratch, model, dtype)
+    def __init__(self, groups: Sequence[PageGroup], scratch: ScratchBuffer, model: ModelFacts, dtype: str) -> None:
+        super().__init__(groups, scratch, model, dtype)
+        assert len(groups) == 1  # models with latent attention have no windows
         self._dtype: torch.dtype = getattr(torch, dtype)
-        self._row = _row(model, self._dtype.itemsize, fp8=pool.layout.dtype != dtype)
-        self._plan: StepPlan | None = None
+        self._row = _row(model, self._dtype.itemsize, fp8=self._pages.layout(0).dtype != dtype)
+        self._plan: GroupPlan | None = None
         self._areas: LatentAreas | None = None
 
     @classmethod
@@ -62,14 +63,14 @@ class LatentBackend(AttentionBackend):
         return ((model.latent_dim,),)
 
     def begin(self, plan: StepPlan) -> None:
-        self._plan = plan
+        self._plan = step = plan.groups[0]
         self._areas = None
-        demand = Demand.of_step(plan, self._pool.layout.tokens_per_block)
+        demand = Demand.of_step(step, self._pages.layout(0).tokens_per_block)
         owner = "context_workspace" if demand.expanded else "fixed_workspace"
         scratch = self._scratch.require(sum(area_bytes(self._row, demand).values()), owner=owner)
         self._areas = LatentAreas(scratch, self._row, demand, self._dtype)
-        if plan.decode is not None:
-            self._areas.fill_mask(plan.decode)
+        if step.decode is not None:
+            self._areas.fill_mask(step.decode)
 
     def forward(
         self,
@@ -103,7 +104,7 @@ class LatentBackend(AttentionBackend):
         """Both parts of the step's latents as they are stored, also written to their pages."""
         assert self._plan is not None
         stored = (self._stored(compressed), self._stored(rotary))
-        page = self._as_stored(self._pool.parts[layer][0].slots)
+        page = self._as_stored(self._pages.parts(layer)[0].slots)
         for columns, part in zip(self._parts(page), stored, strict=True):
             columns.index_copy_(0, self._plan.slots, self._as_stored(part))
         return stored
@@ -145,8 +146,8 @@ class LatentBackend(AttentionBackend):
     def _stage(self, layer: int, blocks: torch.Tensor, start: int) -> None:
         """Gather whole blocks of one layer into the staged rows from ``start`` on."""
         assert self._areas is not None
-        page, count = self._pool.parts[layer][0].blocks, blocks.numel()
-        rows = slice(start, start + count * self._pool.layout.tokens_per_block)
+        page, count = self._pages.parts(layer)[0].blocks, blocks.numel()
+        rows = slice(start, start + count * self._pages.layout(0).tokens_per_block)
         staged, packed = self._areas.staged[rows], self._areas.packed
         if packed is None:
             torch.index_select(page, 0, blocks, out=staged.view(count, -1))
@@ -212,7 +213,7 @@ class LatentBackend(AttentionBackend):
     def _latents(self, decode: DecodePlan) -> torch.Tensor:
         """The staged latents ``[sequences, 1, padded tokens, cached_dim]``."""
         assert self._areas is not None
-        rows = decode.blocks.numel() * self._pool.layout.tokens_per_block
+        rows = decode.blocks.numel() * self._pages.layout(0).tokens_per_block
         latents = self._areas.staged[:rows].view(decode.sequences, 1, -1, self._row.shape.cached_dim)
         return latents[:, :, : decode.padded_tokens] if decode.uniform else latents
 

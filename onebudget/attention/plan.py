@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ContextSpan:
-    """One prompt piece inside a packed step: rows ``start .. start+tokens`` attend to ``attended`` tokens,
-    themselves included."""
+    """One prompt piece inside a packed step: rows ``start .. start+tokens`` attend to ``attended`` tokens that are
+    still cached, themselves included."""
 
     start: int
     tokens: int
@@ -40,7 +40,20 @@ class DecodePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class GroupPlan:
+    """One step for the layers of one KV group: its blocks are its own, and a windowed group has given back blocks
+    that no coming token sees.
+
+    Lengths and positions inside count from the first block that is still there, the same for all layers of the group.
+    """
+
     slots: torch.Tensor  # int64 [tokens]: block * tokens_per_block + offset of each packed token
     contexts: list[ContextSpan]
     decode: DecodePlan | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One entry of ``groups`` per KV group, in the manager's order."""
+
+    groups: tuple[GroupPlan, ...]

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
 
-from onebudget.attention.plan import ContextSpan, DecodePlan, StepPlan
+from onebudget.attention.plan import ContextSpan, DecodePlan, GroupPlan, StepPlan
+from onebudget.core import RequestState
 from onebudget.units import ceil_div
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from onebudget.attention.pages import PageGroup
     from onebudget.buffers import Buffer, BufferManager
     from onebudget.config import BudgetConfig
     from onebudget.core import Request, ScheduledBatch
-    from onebudget.resources.kv.manager import KVCacheManager
 
 OWNER = "static_inputs"
 
 
 class StaticInputs:
-    """Device tensors of the largest step, int64: ids, positions and KV slots per token, block tables per sequence."""
+    """Device tensors of the largest step, int64: ids and positions per token; KV slots per token and block tables per
+    sequence of each of ``groups``."""
 
-    def __init__(self, manager: BufferManager, config: BudgetConfig) -> None:
+    def __init__(self, manager: BufferManager, config: BudgetConfig, groups: Sequence[PageGroup]) -> None:
         self._tokens_per_block = config.tokens_per_block
         self._manager = manager
         self._config = config
+        self._groups = groups
         self.allocate()
 
     def allocate(self) -> None:
@@ -43,80 +50,122 @@ class StaticInputs:
 
             self.token_ids = take(config.max_num_tokens)
             self.positions = take(config.max_num_tokens)
-            self.slots = take(config.max_num_tokens)
             self.last_rows = take(config.max_batch_size)
-            self.lengths = take(config.max_batch_size)
-            self.blocks = take(config.max_batch_size * blocks)
-            self.prefix_blocks = take(config.max_batch_size * blocks)
+            self._tables = [
+                _GroupInputs(
+                    slots=take(config.max_num_tokens),
+                    lengths=take(config.max_batch_size),
+                    blocks=take(config.max_batch_size * blocks),
+                    prefix_blocks=take(config.max_batch_size * blocks),
+                )
+                for _ in self._groups
+            ]
             undo.pop_all()
 
     def release(self) -> None:
-        del self.token_ids, self.positions, self.slots, self.last_rows, self.lengths, self.blocks, self.prefix_blocks
+        del self.token_ids, self.positions, self.last_rows, self._tables
         for buffer in self.buffers:
             buffer.release()
         self.buffers = []
 
-    def fill(self, batch: ScheduledBatch, kv: KVCacheManager) -> tuple[int, int, StepPlan]:
+    def fill(self, batch: ScheduledBatch) -> tuple[int, int, StepPlan]:
         """Write one step; returns packed tokens, rows to sample, and what attention needs to know."""
         token_ids: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
         last_rows: list[int] = []
-        contexts: list[ContextSpan] = []
-        prefix_start = 0
         for request in batch.context:
-            span, prefix_start = self._context_span(request, len(token_ids), prefix_start, kv)
-            contexts.append(span)
             token_ids += request.tokens_of_step()
-            reached = range(request.computed_tokens, request.computed_tokens + request.chunk_tokens)
-            positions += reached
-            slots += self._slots(kv.block_table(request), reached)
+            positions += _reached(request)
             if request.is_last_chunk:
                 last_rows.append(len(token_ids) - 1)
         for request in batch.generation:
             last_rows.append(len(token_ids))
             token_ids.append(request.output_token_ids[-1])
             positions.append(request.computed_tokens)
-            slots += self._slots(kv.block_table(request), range(request.computed_tokens, request.computed_tokens + 1))
-        _write(self.token_ids, token_ids)
-        _write(self.positions, positions)
-        _write(self.last_rows, last_rows)
-        plan = StepPlan(_write(self.slots, slots), contexts, self._decode_plan(batch.generation, kv))
+        write(self.token_ids, token_ids)
+        write(self.positions, positions)
+        write(self.last_rows, last_rows)
+        plan = StepPlan(tuple(map(self._group_plan, self._groups, self._tables, repeat(batch))))
         return len(token_ids), len(last_rows), plan
 
-    def _slots(self, table: list[int], reached: range) -> list[int]:
-        size = self._tokens_per_block
-        return [table[position // size] * size + position % size for position in reached]
+    def _group_plan(self, group: PageGroup, inputs: _GroupInputs, batch: ScheduledBatch) -> GroupPlan:
+        slots: list[int] = []
+        contexts: list[ContextSpan] = []
+        prefix_start = 0
+        for request in batch.context:
+            span, prefix_start = self._context_span(request, len(slots), prefix_start, group, inputs)
+            contexts.append(span)
+            slots += slots_of(group.block_table(request), _reached(request), self._tokens_per_block)
+        for request in batch.generation:
+            slots += slots_of(group.block_table(request), _reached(request), self._tokens_per_block)
+        decode = self._decode_plan(batch.generation, group, inputs) if batch.generation else None
+        return GroupPlan(write(inputs.slots, slots), contexts, decode)
 
     def _context_span(
-        self, request: Request, start: int, prefix_start: int, kv: KVCacheManager
+        self, request: Request, start: int, prefix_start: int, group: PageGroup, inputs: _GroupInputs
     ) -> tuple[ContextSpan, int]:
-        prefix = kv.block_table(request)[: ceil_div(request.computed_tokens, self._tokens_per_block)]
-        blocks = _write(self.prefix_blocks[prefix_start:], prefix)
-        attended = request.computed_tokens + request.chunk_tokens
+        first, cached = group.first_block(request), request.computed_tokens
+        prefix = group.block_table(request)[first : ceil_div(cached, self._tokens_per_block)]
+        blocks = write(inputs.prefix_blocks[prefix_start:], prefix)
+        attended = cached + request.chunk_tokens - first * self._tokens_per_block
         return ContextSpan(start, request.chunk_tokens, attended, blocks), prefix_start + len(prefix)
 
-    def _decode_plan(self, generation: list[Request], kv: KVCacheManager) -> DecodePlan | None:
-        if not generation:
-            return None
-        lengths = [request.computed_tokens + 1 for request in generation]
-        width = ceil_div(max(lengths), self._tokens_per_block)
-        rows = (kv.block_table(request)[:width] for request in generation)
-        # Padding names a block of the sequence itself: any other may hold no numbers yet.
-        tables = [block for row in rows for block in row + row[:1] * (width - len(row))]
-        padded = width * self._tokens_per_block
+    def _decode_plan(self, generation: list[Request], group: PageGroup, inputs: _GroupInputs) -> DecodePlan:
+        lengths, tables = decode_tables(generation, group, self._tokens_per_block)
+        padded = len(tables[0]) * self._tokens_per_block
         uniform = len(lengths) == 1 or all(length == padded for length in lengths)
         return DecodePlan(
             sequences=len(generation),
             padded_tokens=lengths[0] if len(lengths) == 1 else padded,
             longest=max(lengths),
-            lengths=_write(self.lengths, lengths),
-            blocks=_write(self.blocks, tables),
+            lengths=write(inputs.lengths, lengths),
+            blocks=write(inputs.blocks, [block for table in tables for block in table]),
             uniform=uniform,
         )
 
 
-def _write(target: torch.Tensor, values: list[int]) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class _GroupInputs:
+    slots: torch.Tensor
+    lengths: torch.Tensor
+    blocks: torch.Tensor
+    prefix_blocks: torch.Tensor
+
+
+def decode_tables(
+    generation: Sequence[Request], group: PageGroup, tokens_per_block: int
+) -> tuple[list[int], list[list[int]]]:
+    """Attended tokens of each sequence, the new one included, and the blocks they stand in, all tables equally long.
+
+    Both count from the first block that is still there.
+    """
+    firsts = [group.first_block(request) for request in generation]
+    lengths = [
+        request.computed_tokens + 1 - first * tokens_per_block
+        for request, first in zip(generation, firsts, strict=True)
+    ]
+    width = ceil_div(max(lengths), tokens_per_block)
+    tables = [
+        group.block_table(request)[first : first + width] for request, first in zip(generation, firsts, strict=True)
+    ]
+    # Padding names a block of the sequence itself: any other may hold no numbers yet.
+    return lengths, [table + table[:1] * (width - len(table)) for table in tables]
+
+
+def _reached(request: Request) -> range:
+    """Positions this step computes."""
+    tokens = request.chunk_tokens if request.state is not RequestState.GENERATION else 1
+    return range(request.computed_tokens, request.computed_tokens + tokens)
+
+
+def slots_of(table: list[int], reached: range, tokens_per_block: int) -> list[int]:
+    return [
+        table[position // tokens_per_block] * tokens_per_block + position % tokens_per_block for position in reached
+    ]
+
+
+def write(target: torch.Tensor, values: list[int]) -> torch.Tensor:
+    """The first elements of ``target``, set to ``values``."""
     view = target[: len(values)]
-    view.copy_(torch.tensor(values, dtype=torch.int64))
+    view.copy_(torch.tensor(values, dtype=target.dtype))
     return view

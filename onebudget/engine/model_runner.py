@@ -10,6 +10,7 @@ import torch
 
 from onebudget.attention import backend_for
 from onebudget.attention.base import current_backend
+from onebudget.attention.pages import page_groups
 from onebudget.device.meter import StorageMeter
 from onebudget.engine import logprobs
 from onebudget.engine.inputs import StaticInputs
@@ -45,14 +46,14 @@ class ModelRunner:
         metered: bool,
     ) -> None:
         self._model = model
-        self._kv = kv
         self._device = device
         self.metered = metered
         self._prompt_rows = logprobs.prompt_rows_at_once(config)
+        groups = page_groups(kv)
         with stages.open("workspace"):
-            self.inputs = StaticInputs(manager, config)
+            self.inputs = StaticInputs(manager, config, groups)
         self.scratch = ScratchBuffer(manager, scope=lambda: stages.open("workspace"))
-        self._backend = backend_for(model.facts)(kv.pool, self.scratch, model.facts, model.dtype)
+        self._backend = backend_for(model.facts)(groups, self.scratch, model.facts, model.dtype)
 
     def step(self, batch: ScheduledBatch, sampler: Sampler) -> list[int]:
         """Run the batch; one token for each prompt that ends in this step and each generating request, in order."""
@@ -61,7 +62,7 @@ class ModelRunner:
             return self._step(batch, sampler)
 
     def _step(self, batch: ScheduledBatch, sampler: Sampler) -> list[int]:
-        tokens, rows, plan = self.inputs.fill(batch, self._kv)
+        tokens, rows, plan = self.inputs.fill(batch)
         sampled = [*batch.context_last, *batch.generation]
         token = current_backend.set(self._backend)
         try:
@@ -80,8 +81,9 @@ class ModelRunner:
         with layers_once(self._model.module):
             self._head(tokens, self.inputs.last_rows[:0])
             with self._charged_to(logprobs.OWNER):
+                device = self.inputs.last_rows.device
                 for piece in pieces:
-                    index = torch.arange(piece.first_row, piece.first_row + piece.rows, device=self.inputs.slots.device)
+                    index = torch.arange(piece.first_row, piece.first_row + piece.rows, device=device)
                     piece.take(log_probabilities(self._head(tokens, index)))
             return self._head(tokens, self.inputs.last_rows[:rows])
 

@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 import torch
 
 from onebudget.attention.gather import GatherBackend
+from onebudget.attention.pages import page_groups
 from onebudget.attention.plan import StepPlan
 from onebudget.buffers import BufferManager
 from onebudget.config import BudgetConfig
@@ -42,6 +43,22 @@ def random_rows(seed: int, tokens: int, heads: int, dtype: torch.dtype) -> torch
     return torch.randn(tokens, heads, HEAD_DIM, generator=generator).transpose(0, 1).to(dtype)
 
 
+class OneWindow:
+    """The one group of a manager as if it gave back every block that no coming token sees: nothing may read them, so
+    their numbers are replaced by 0, and the first entries count as gone."""
+
+    def __init__(self, kv: KVCacheManager, window: int) -> None:
+        self._group, self._window = page_groups(kv)[0], window
+        self.layers, self.store = self._group.layers, self._group.store
+
+    def first_block(self, request: Request) -> int:
+        return max(0, request.computed_tokens + 1 - self._window) // self.store.layout.tokens_per_block
+
+    def block_table(self, request: Request) -> list[int]:
+        gone = self.first_block(request)
+        return [0] * gone + self._group.block_table(request)[gone:]
+
+
 @dataclass
 class Bench:
     """One device with pool, inputs and backend, and sequences that walk through it step by step."""
@@ -51,6 +68,7 @@ class Bench:
     tokens_per_block: int = 4
     dtype: str = "float32"
     blocks: int = 64
+    returns: bool = False
     members: dict[int, Request] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -61,8 +79,9 @@ class Bench:
         layout = KVLayout(LAYERS, self.tokens_per_block, GatherBackend.page_parts(FACTS), self.dtype)
         self.kv = KVCacheManager(KVPool(self.manager, layout, self.blocks))
         self.scratch = ScratchBuffer(self.manager)
-        self.inputs = StaticInputs(self.manager, config)
-        self.backend = GatherBackend(self.kv.pool, self.scratch, FACTS, self.dtype)
+        groups = [OneWindow(self.kv, self.window)] if self.returns and self.window else page_groups(self.kv)
+        self.inputs = StaticInputs(self.manager, config, groups)
+        self.backend = GatherBackend(groups, self.scratch, FACTS, self.dtype)
         self.limit_bytes = GatherBackend.workspace_fixed_bytes(FACTS, self.torch_dtype.itemsize, config)
 
     @property
@@ -96,7 +115,7 @@ class Bench:
         if not batch.size:
             return []
         self.kv.prepare(batch)
-        plan: StepPlan = self.inputs.fill(batch, self.kv)[2]
+        plan: StepPlan = self.inputs.fill(batch)[2]
         self.backend.begin(plan)
         answers = []
         for layer in range(LAYERS):
@@ -184,6 +203,20 @@ def test_pieces_and_generation_in_one_step(device: Device, window: int | None) -
     assert bench.check({2: 8}) == 8
 
 
+def test_blocks_behind_the_window_are_not_read(device: Device) -> None:
+    """A prompt of 40 tokens in pieces, then generation, behind a window of 5: three blocks of four at most are left."""
+    bench = Bench(device, 5, returns=True)
+    bench.add(0, 40)
+    for size in (9, 8, 7, 6, 10):
+        assert bench.check({0: size}) == 2
+    bench.add(1, 3)
+    bench.check({1: 3})
+    bench.scratch.start_anew()
+    for _ in range(9):
+        assert bench.check({}) == 4
+    assert bench.scratch.peak_bytes <= 2 * 3 * 4 * 2 * KV_HEADS * HEAD_DIM * 4
+
+
 def test_one_sequence_alone_needs_no_mask(device: Device) -> None:
     bench = Bench(device)
     bench.add(0, 5)
@@ -225,10 +258,11 @@ def test_slots_nobody_wrote_never_count(device: Device, value: float) -> None:
     steps=st.lists(st.dictionaries(st.integers(0, 4), st.integers(1, 9), max_size=5), min_size=1, max_size=6),
     window=st.sampled_from(WINDOWS),
     size=st.sampled_from([1, 3, 4, 16]),
+    returns=st.booleans(),
 )
-def test_any_mix(prompts: list[int], steps: list[dict[int, int]], window: int | None, size: int) -> None:
+def test_any_mix(prompts: list[int], steps: list[dict[int, int]], window: int | None, size: int, returns: bool) -> None:
     with open_device("host", capacity_bytes=2**22, poison=True) as device:
-        bench = Bench(device, window, tokens_per_block=size, blocks=160)
+        bench = Bench(device, window, tokens_per_block=size, blocks=160, returns=returns)
         for number, prompt in enumerate(prompts):
             bench.add(number, prompt)
         for pieces in steps:

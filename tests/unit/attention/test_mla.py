@@ -19,6 +19,7 @@ from onebudget.attention import backend_for, check_kv_dtype
 from onebudget.attention.gather import GatherBackend
 from onebudget.attention.latent_scratch import FP8
 from onebudget.attention.mla import LatentBackend
+from onebudget.attention.pages import page_groups
 from onebudget.budget.slopes import kv_bytes_per_token, mla_elements_per_token
 from onebudget.buffers import BufferManager
 from onebudget.config import BudgetConfig
@@ -81,8 +82,8 @@ class Bench:
         layout = KVLayout(LAYERS, self.tokens_per_block, LatentBackend.page_parts(self.model), stored)
         self.cache = KVCacheManager(KVPool(self.manager, layout, 500 // self.tokens_per_block))
         self.scratch = ScratchBuffer(self.manager)
-        self.inputs = StaticInputs(self.manager, self.config)
-        self.backend = LatentBackend(self.cache.pool, self.scratch, self.model, self.dtype)
+        self.inputs = StaticInputs(self.manager, self.config, page_groups(self.cache))
+        self.backend = LatentBackend(page_groups(self.cache), self.scratch, self.model, self.dtype)
         self.weights = [
             random_rows(layer, HEADS * (NOPE + VALUE), RANK).to(self.torch_dtype) for layer in range(LAYERS)
         ]
@@ -126,7 +127,7 @@ class Bench:
         if not batch.size:
             return []
         self.cache.prepare(batch)
-        self.backend.begin(self.inputs.fill(batch, self.cache)[2])
+        self.backend.begin(self.inputs.fill(batch)[2])
         answers = []
         for layer in range(LAYERS):
             query = torch.cat([self.query(one, layer) for one in batch.requests]).transpose(0, 1)[None]

@@ -1,0 +1,22 @@
+"""Replay a request trace through the real scheduler and managers on a card that exists only as books."""
+
+from onebudget.planner.simulate.clock import RooflineClock, StepClock, StepWork
+from onebudget.planner.simulate.result import SimulationResult
+from onebudget.planner.simulate.synthetic import SyntheticLoad, synthetic_trace
+from onebudget.planner.simulate.table_clock import TableClock, read_step_table
+from onebudget.planner.simulate.traces import Trace, TraceRequest, read_trace, write_trace
+
+__all__ = [
+    "RooflineClock",
+    "SimulationResult",
+    "StepClock",
+    "StepWork",
+    "SyntheticLoad",
+    "TableClock",
+    "Trace",
+    "TraceRequest",
+    "read_step_table",
+    "read_trace",
+    "synthetic_trace",
+    "write_trace",
+]

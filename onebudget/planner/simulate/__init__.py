@@ -1,13 +1,17 @@
 """Replay a request trace through the real scheduler and managers on a card that exists only as books."""
 
+from onebudget.planner.simulate.books import CountedPool
 from onebudget.planner.simulate.clock import RooflineClock, StepClock, StepWork
 from onebudget.planner.simulate.result import SimulationResult
+from onebudget.planner.simulate.run import Simulation, simulate
 from onebudget.planner.simulate.synthetic import SyntheticLoad, synthetic_trace
 from onebudget.planner.simulate.table_clock import TableClock, read_step_table
 from onebudget.planner.simulate.traces import Trace, TraceRequest, read_trace, write_trace
 
 __all__ = [
+    "CountedPool",
     "RooflineClock",
+    "Simulation",
     "SimulationResult",
     "StepClock",
     "StepWork",
@@ -17,6 +21,7 @@ __all__ = [
     "TraceRequest",
     "read_step_table",
     "read_trace",
+    "simulate",
     "synthetic_trace",
     "write_trace",
 ]

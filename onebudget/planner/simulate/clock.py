@@ -44,9 +44,11 @@ class StepWork:
 
 
 class StepClock(Protocol):
-    """Says how long a step takes."""
+    """Says how long a step takes: first the host to launch it, then the card to compute it."""
 
-    def step_seconds(self, work: StepWork) -> float: ...
+    def host_seconds(self, work: StepWork) -> float: ...
+
+    def card_seconds(self, work: StepWork) -> float: ...
 
     def stated(self) -> Mapping[str, Any]:
         """Every figure it uses, as JSON takes it."""
@@ -55,13 +57,13 @@ class StepClock(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineClock:
-    """Seconds of a step = overhead + larger of (weights read, their arithmetic) + larger of (KV read, its arithmetic).
+    """Seconds of the card = larger of (weights read, their arithmetic) + larger of (KV read, its arithmetic).
 
     With ``weight_bytes`` read once per step at ``bandwidth_bytes_per_s`` times its efficiency; ``flops_per_token`` for
     all products with weights (2 per weight a token meets) at ``peak_flops`` times its efficiency;
     ``kv_bytes_per_token`` read for each cached token a request attends to; ``flops_per_attended_pair`` for scores and
     weighted sums (4 per head, head dimension and attending layer). Efficiencies are shares of the vendor's figures that
-    kernels reach; the overheads cover what the host does per step and per request.
+    kernels reach; the overheads are what the host takes per step and per request.
     """
 
     gpu: str
@@ -84,20 +86,23 @@ class RooflineClock:
             if getattr(self, name) < 0:
                 raise ConfigError.for_field(name, getattr(self, name), "a number of at least 0")
 
-    def step_seconds(self, work: StepWork) -> float:
+    def host_seconds(self, work: StepWork) -> float:
+        return self.step_overhead_s + work.requests * self.request_overhead_s
+
+    def card_seconds(self, work: StepWork) -> float:
         bandwidth = self.bandwidth_bytes_per_s * self.bandwidth_efficiency
         flops = self.peak_flops * self.compute_efficiency
         linear = max(self.weight_bytes / bandwidth, work.tokens * self.flops_per_token / flops)
         read_tokens = work.generation_kv_tokens + work.cached_context_tokens
         pairs = work.attended_pairs + work.generation_kv_tokens
         attention = max(read_tokens * self.kv_bytes_per_token / bandwidth, pairs * self.flops_per_attended_pair / flops)
-        return self.step_overhead_s + work.requests * self.request_overhead_s + linear + attention
+        return linear + attention
 
     def stated(self) -> dict[str, Any]:
         return {
             "kind": "roofline",
-            "formula": "step_overhead + requests * request_overhead + max(weight_bytes / bandwidth, tokens * "
-            "flops_per_token / flops) + max(kv_tokens * kv_bytes_per_token / bandwidth, attended_pairs * "
-            "flops_per_attended_pair / flops); bandwidth and flops are the card's times their efficiency",
+            "formula": "host: step_overhead + requests * request_overhead; card: max(weight_bytes / bandwidth, tokens "
+            "* flops_per_token / flops) + max(kv_tokens * kv_bytes_per_token / bandwidth, attended_pairs * "
+            "flops_per_attended_pair / flops), where bandwidth and flops are the card's times their efficiency",
             **asdict(self),
         }

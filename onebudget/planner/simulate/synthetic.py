@@ -34,7 +34,8 @@ def synthetic_trace(seed: int = 0, load: SyntheticLoad | None = None) -> Trace:
     """The same seed and load give the same trace."""
     load = load or SyntheticLoad()
     _check(load)
-    return Trace(f"synthetic-{seed}", tuple(_Draw(Random(seed), load).request() for _ in range(load.requests)))
+    draw = _Draw(Random(seed), load)
+    return Trace(f"synthetic-{seed}", tuple(draw.request() for _ in range(load.requests)))
 
 
 def _check(load: SyntheticLoad) -> None:

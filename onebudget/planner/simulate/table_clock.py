@@ -26,13 +26,17 @@ class TableClock:
     """Straight lines between the rows; beyond the last row the last line goes on, before the first row its time holds.
 
     ``curves`` holds for each number of requests in a step, ascending, the points ``(tokens, seconds)``. Between two
-    numbers of requests the times are blended; without a ``batch`` column there is one curve for all.
+    numbers of requests the times are blended; without a ``batch`` column there is one curve for all. What the host
+    takes is part of the times.
     """
 
     source: str
     curves: tuple[tuple[float, tuple[tuple[float, float], ...]], ...]
 
-    def step_seconds(self, work: StepWork) -> float:
+    def host_seconds(self, work: StepWork) -> float:
+        return 0.0
+
+    def card_seconds(self, work: StepWork) -> float:
         points = [(batch, _on_curve(curve, work.tokens)) for batch, curve in self._around(work.requests)]
         return _on_curve(points, work.requests)
 

@@ -77,8 +77,8 @@ class Peers:
         answer = self._run(
             "python", "-c", _RUN_KVFIT, hub, name, "--json",
             "--device-memory-gib", f"{question.total_bytes / GIB:.4f}", "--hardware", "h100",
-            "--gpus", str(question.tp), "--tp", str(question.tp), "--utilization", str(question.utilization), "--context",
-            str(question.max_model_len), "--allow-context-overflow",
+            "--gpus", str(question.tp), "--tp", str(question.tp), "--utilization", str(question.utilization),
+            "--context", str(question.max_model_len), "--allow-context-overflow",
         )  # fmt: skip
         try:
             return kvfit_tokens(json.loads(answer), question) if answer else None

@@ -62,6 +62,11 @@ class BudgetConfig:
     host_cache_bytes: int = _knob(0, knobs.size(0), "host memory for evicted KV blocks")
     disk_cache_bytes: int = _knob(0, knobs.size(0, 0), "disk space for evicted KV blocks; not built yet")
     skip_estimation: bool = _knob(False, knobs.flag(), "do not run the probe; size from device use alone")
+    enable_cuda_graphs: bool = _knob(True, knobs.flag(), "replay captured graphs for decode")
+    cuda_graph_batch_sizes: tuple[int, ...] | None = _knob(
+        None, knobs.counts(1), "batch sizes to capture; None: 1, 2, 4 and every eighth up to max_batch_size"
+    )
+    cuda_graph_padding: bool = _knob(True, knobs.flag(), "pad a batch up to the next captured size")
     enable_penalties: bool = _knob(True, knobs.flag(), "accept penalised requests and reserve their tables")
     enable_sleep: bool = _knob(False, knobs.flag(), "let weights and KV cache leave the device while nobody asks")
     seed: int | None = _knob(None, knobs.count(0, none=True), "seed of requests that bring none")

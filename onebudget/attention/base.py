@@ -35,6 +35,10 @@ class AttentionBackend(ABC):
     """Whether a step behind a full cache may take more beside the scratch than one of fresh prompts, so that the
     profile has to run one."""
 
+    reads_lengths: ClassVar[bool] = False
+    """Whether a captured decode reads lengths when it is replayed, so that one graph serves all of them where the host
+    can read what its device holds. Otherwise a graph is laid out for one length."""
+
     def __init__(self, groups: Sequence[PageGroup], scratch: ScratchBuffer, model: ModelFacts, dtype: str) -> None:
         """``groups``: the cache, see ``page_groups``. ``dtype``: torch's name of the computing dtype."""
         self._pages = LayerPages(groups)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from onebudget.attention.base import AttentionBackend
-from onebudget.attention.kernels import additive_mask, flash
+from onebudget.attention.kernels import additive_mask, decode_mask, flash, grouped_attention
+from onebudget.attention.operations import paged_decode
 from onebudget.units import align_up
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 class GatherBackend(AttentionBackend):
     name: ClassVar[str] = "gather"
+    reads_lengths: ClassVar[bool] = True
 
     def __init__(self, groups: Sequence[PageGroup], scratch: ScratchBuffer, model: ModelFacts, dtype: str) -> None:
         super().__init__(groups, scratch, model, dtype)
@@ -54,7 +56,8 @@ class GatherBackend(AttentionBackend):
         counts = {(number, count) for number, group in enumerate(plan.groups) for count in _staged_blocks(group)}
         self._stages = {}
         if counts:
-            scratch = self._scratch.require(max(self._staged_bytes(number, count) for number, count in counts))
+            most = max(self._staged_bytes(number, count) for number, count in counts)
+            self._staging = scratch = self._scratch.require(most)
             self._stages = {key: self._halves(scratch, *key) for key in counts}
 
     def _staged_bytes(self, group: int, blocks: int) -> int:
@@ -146,16 +149,26 @@ class GatherBackend(AttentionBackend):
     def _decode(self, layer: int, query: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
         decode = self._plan_of(layer).decode
         assert decode is not None
+        if decode.captured:
+            return self._captured_decode(layer, query, scale, window)
         keys, values = self._stage(layer, decode.blocks, decode.sequences)
         if decode.uniform:
             keys, values = keys[:, :, : decode.padded_tokens], values[:, :, : decode.padded_tokens]
-        heads, head_dim = query.shape[1], query.shape[3]
-        kv_heads = keys.shape[1]
-        # Query heads that share a KV head ride as rows of one query: K and V are read once for the whole group.
-        grouped = query.view(kv_heads, heads // kv_heads, decode.sequences, head_dim).permute(2, 0, 1, 3)
         mask = self._decode_mask(layer, window, query)
-        attended, _ = flash(grouped, keys, values, causal=False, scale=scale, mask=mask)
-        return attended.reshape(1, decode.sequences, heads, head_dim)
+        return grouped_attention(query, keys, values, scale=scale, mask=mask)
+
+    def _captured_decode(self, layer: int, query: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+        """The same through the operation that reads lengths when it runs."""
+        decode = self._plan_of(layer).decode
+        assert decode is not None
+        keys, values = self._pages.parts(layer)
+        output = query.new_empty((1, query.shape[2], query.shape[1], query.shape[3]))
+        tokens_per_block = self._pages.layout(self._pages.group_of(layer)).tokens_per_block
+        paged_decode()(
+            query, keys.blocks, values.blocks, decode.blocks.view(decode.sequences, -1), decode.lengths,
+            self._staging, output, tokens_per_block, scale, window or 0,
+        )  # fmt: skip
+        return output
 
     def _stage(self, layer: int, blocks: torch.Tensor, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather ``blocks`` of one layer; returns K and V ``[sequences, kv_heads, tokens, head_dim]`` in scratch."""
@@ -176,12 +189,7 @@ class GatherBackend(AttentionBackend):
             return None
         key = self._pages.group_of(layer), window
         if key not in self._masks:
-            positions = torch.arange(decode.padded_tokens, device=query.device)
-            lengths = decode.lengths[:, None]
-            hidden = positions >= lengths
-            if window is not None:
-                hidden = hidden | (positions < lengths - window)
-            self._masks[key] = additive_mask(hidden, query)[:, None, None, :]
+            self._masks[key] = decode_mask(decode.lengths, decode.padded_tokens, window, query)
         return self._masks[key]
 
 

@@ -65,3 +65,28 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
 def additive_mask(hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """0 where visible and minus infinity where hidden, in the dtype the kernel wants beside ``like``."""
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
+
+
+def decode_mask(lengths: torch.Tensor, padded_tokens: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
+    """Additive ``[sequences, 1, 1, padded_tokens]``: the last ``window`` of each sequence's ``lengths`` are seen."""
+    positions = torch.arange(padded_tokens, device=like.device)
+    ends = lengths[:, None]
+    hidden = positions >= ends
+    if window is not None:
+        hidden = hidden | (positions < ends - window)
+    return additive_mask(hidden, like)[:, None, None, :]
+
+
+def grouped_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """One query per sequence: query ``[1, heads, sequences, head_dim]``, keys and values
+    ``[sequences, kv_heads, tokens, head_dim]``; returns ``[1, sequences, heads, head_dim]``.
+
+    Query heads that share a KV head ride as rows of one query: K and V are read once for the whole group.
+    """
+    heads, sequences, head_dim = query.shape[1:]
+    kv_heads = keys.shape[1]
+    grouped = query.view(kv_heads, heads // kv_heads, sequences, head_dim).permute(2, 0, 1, 3)
+    attended, _ = flash(grouped, keys, values, causal=False, scale=scale, mask=mask)
+    return attended.reshape(1, sequences, heads, head_dim)

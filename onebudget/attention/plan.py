@@ -28,15 +28,18 @@ class ContextSpan:
 class DecodePlan:
     """The generating part of a step: the last ``sequences`` rows of the pack.
 
-    ``uniform``: every sequence attends to exactly ``padded_tokens``, so no mask is needed.
+    ``uniform``: every sequence attends to exactly ``padded_tokens``, so no mask is needed. ``captured``: the plan goes
+    into a graph. Its tensors keep their addresses and change their values, so nothing may be concluded from lengths;
+    ``padded_tokens`` and ``longest`` are what the tables have room for.
     """
 
     sequences: int
     padded_tokens: int
     longest: int
-    lengths: torch.Tensor  # int64 [sequences]: attended tokens, the new one included
-    blocks: torch.Tensor  # int64 [sequences * padded blocks]; unused entries repeat the first
+    lengths: torch.Tensor  # int [sequences]: attended tokens, the new one included
+    blocks: torch.Tensor  # int [sequences * padded blocks]; unused entries repeat the first
     uniform: bool
+    captured: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,7 @@ BAD = [
     ("kv_cache_manager", "v3"),
     ("enable_block_reuse", "maybe"),
     ("context_kv_len_cap", -1),
+    ("cuda_graph_batch_sizes", [0, 4]),
     ("max_attention_window", [1024, 0]),
     ("max_attention_window", []),
     ("pool_ratio", [0.5, 0.4]),

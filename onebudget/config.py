@@ -60,8 +60,18 @@ class BudgetConfig:
     )
     max_util_for_resume: float = _knob(0.95, knobs.fraction(), "v2: pool use up to which a paused request resumes")
     host_cache_bytes: int = _knob(0, knobs.size(0), "host memory for evicted KV blocks")
-    disk_cache_bytes: int = _knob(0, knobs.size(0, 0), "disk space for evicted KV blocks; not built yet")
+    disk_cache_bytes: int = _knob(0, knobs.size(0), "disk space for KV blocks that host memory has no room for")
+    disk_cache_dir: str | None = _knob(None, knobs.folder(), "folder of those files; None: the system's temporary one")
     skip_estimation: bool = _knob(False, knobs.flag(), "do not run the probe; size from device use alone")
+    scheduler_policy: str = _knob(
+        "guaranteed_no_evict",
+        knobs.choice("guaranteed_no_evict", "max_utilization", "static_batch"),
+        "who starts: whoever can finish, whoever fits now (others may be paused), or a new batch after the old",
+    )
+    batch_wait: tuple[int, float] | None = _knob(
+        None, knobs.patience(), "STEPS:RATIO, hold prompts back while a step has fewer than RATIO of max_num_tokens"
+    )
+    overlap: bool = _knob(True, knobs.flag(), "launch the next step before the last one's tokens are read")
     enable_cuda_graphs: bool = _knob(True, knobs.flag(), "replay captured graphs for decode")
     cuda_graph_batch_sizes: tuple[int, ...] | None = _knob(
         None, knobs.counts(1), "batch sizes to capture; None: 1, 2, 4 and every eighth up to max_batch_size"
@@ -121,8 +131,7 @@ class Knob:
 
 UNBUILT_KNOBS = frozenset(
     {
-        "avg_seq_len", "cross_kv_fraction", "disk_cache_bytes", "host_cache_bytes", "kv_cache_manager",
-        "max_attention_window", "max_beam_width", "max_util_for_resume", "pool_ratio",
+        "cross_kv_fraction", "max_attention_window", "max_beam_width",
     }
 )  # fmt: skip
 """Knobs that the derivation knows and our engine does not act on yet: it refuses them instead of ignoring them."""

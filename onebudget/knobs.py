@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+from os import PathLike
 
 from onebudget.errors import ConfigError
 from onebudget.units import parse_bytes
@@ -97,6 +98,19 @@ def flag() -> Clean:
     return clean
 
 
+def folder() -> Clean:
+    """A path as text, or None."""
+
+    def clean(name: str, value: object) -> str | None:
+        if _is_none(value, True):
+            return None
+        if not isinstance(value, (str, PathLike)) or not str(value):
+            raise ConfigError.for_field(name, value, "the path of a folder, or None")
+        return str(value)
+
+    return clean
+
+
 def counts(low: int) -> Clean:
     """A non-empty list of integers of at least ``low``, or None; one integer is a list of one."""
     allowed = f"a non-empty list of integers of at least {low} or None"
@@ -121,6 +135,26 @@ def shares() -> Clean:
         if any(part <= 0 for part in parts) or abs(sum(parts, Fraction(0)) - 1) > RATIO_TOLERANCE:
             raise ConfigError.for_field(name, value, allowed)
         return tuple(float(part) for part in parts)
+
+    return clean
+
+
+def patience() -> Clean:
+    """``STEPS:RATIO`` or a pair of them: a number of steps of at least 1 and a share above 0 and at most 1; None, 0 and
+    off switch it off."""
+    allowed = "STEPS:RATIO with at least 1 step and a ratio above 0 and at most 1, such as 8:0.5, or None"
+
+    def clean(name: str, value: object) -> tuple[int, float] | None:
+        if _is_none(value, True) or value in (0, "0", "off"):
+            return None
+        parts = value.split(":") if isinstance(value, str) else value
+        items = _as_items(name, parts, allowed)
+        if len(items) != 2:
+            raise ConfigError.for_field(name, value, allowed)
+        steps, share = _as_int(name, items[0], allowed), _as_number(name, items[1], allowed)
+        if steps < 1 or not 0 < share <= 1:
+            raise ConfigError.for_field(name, value, allowed)
+        return steps, float(share)
 
     return clean
 

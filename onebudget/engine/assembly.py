@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from onebudget.attention import backend_for
 from onebudget.budget.reserves import seat_count
 from onebudget.engine.executor import Executor
+from onebudget.engine.kv_cache import build_kv_cache, layer_groups
 from onebudget.engine.model_runner import ModelRunner
 from onebudget.engine.penalties import PenaltyStore
 from onebudget.engine.sampler import Sampler
-from onebudget.models.facts import kv_dtype_name
-from onebudget.resources import KVCacheManager, SequenceSlotManager
-from onebudget.resources.kv.pool import KVLayout, KVPool
+from onebudget.resources import SequenceSlotManager
+from onebudget.resources.kv.division import cache_cost
 
 if TYPE_CHECKING:
     from onebudget.budget.cost import CacheCost
@@ -23,39 +22,26 @@ if TYPE_CHECKING:
     from onebudget.models.facts import ModelFacts
 
 
-def kv_layout(station: Station, config: BudgetConfig) -> KVLayout:
-    facts = station.model.facts
-    parts = backend_for(facts).page_parts(facts)
-    dtype = kv_dtype_name(config.kv_cache_dtype, station.model.dtype)
-    return KVLayout(len(facts.layers), config.tokens_per_block, parts, dtype)
-
-
 def kv_cost(facts: ModelFacts, dtype: str, config: BudgetConfig) -> CacheCost:
     """Cost of the cache of a model that computes in ``dtype``, in the dtype the config stores it in."""
-    return facts.cache_cost(kv_dtype_name(config.kv_cache_dtype, dtype))
+    return cache_cost(layer_groups(facts, dtype, config), config)
 
 
 def build_executor(
     station: Station,
     config: BudgetConfig,
-    num_blocks: int,
+    blocks: int | Sequence[int],
     *,
     metered: bool,
     probe_lengths: Sequence[Sequence[int]] = (),
     attended_tokens_cap: int | None = None,
 ) -> Executor:
-    """Pool, manager, runner and loop over ``num_blocks`` KV blocks; nothing is left when a part does not fit.
+    """Pools, manager, runner and loop over so many KV blocks of each group, one number for all of them; nothing is left
+    when a part does not fit.
 
     ``attended_tokens_cap`` is the admission cap of an engine that serves; a probe has none.
     """
-    with station.stages.open("kv_cache"):
-        pool = KVPool(station.manager, kv_layout(station, config), num_blocks)
-    kv = KVCacheManager(
-        pool,
-        reuse=config.enable_block_reuse,
-        probe_lengths=probe_lengths,
-        attended_tokens_cap=attended_tokens_cap,
-    )
+    kv = build_kv_cache(station, config, blocks, probe_lengths=probe_lengths, attended_tokens_cap=attended_tokens_cap)
     with ExitStack() as undo:
         undo.callback(kv.shutdown)
         runner = ModelRunner(

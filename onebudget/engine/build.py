@@ -15,6 +15,7 @@ from onebudget.engine.agreement import agree_on_ledger, agree_on_settings
 from onebudget.engine.assembly import build_executor
 from onebudget.engine.derivation import dry_profile, engine_ledger, left_out
 from onebudget.engine.executor import Counters, Executor
+from onebudget.engine.kv_cache import pool_blocks
 from onebudget.engine.probe import full_cache_tells, measure, probe_batches, run_dummies, run_full_cache
 from onebudget.engine.ranks import RankGroup
 from onebudget.engine.sleep import Sleeper
@@ -93,9 +94,10 @@ def build_engine(
             ledger = agree_on_ledger(ranks, ledger, config)
         device.reset_peak()
         cap = ledger.admission.attended_tokens_cap
+        blocks = pool_blocks(facts, dtype, config, ledger.kv_cache)
         probed = why_estimation_is_off(config) is None
         with ranks.stage("build"):
-            executor = build_executor(station, config, ledger.kv_cache.blocks, metered=probed, attended_tokens_cap=cap)
+            executor = build_executor(station, config, blocks, metered=probed, attended_tokens_cap=cap)
             undo.callback(executor.shutdown)
         with ranks.stage("warm_up"), station.stages.open("warm_up"):
             _warm_up(executor, station, config, progress)
@@ -177,4 +179,4 @@ def _warm_up(executor: Executor, station: Station, config: BudgetConfig, progres
             run_full_cache(executor, station, keep_marks=True)
     executor.runner.scratch.start_anew()
     executor.counters = Counters()
-    executor.kv.peak_used_blocks = 0
+    executor.kv.reset_peaks()

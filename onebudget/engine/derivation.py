@@ -16,6 +16,7 @@ from onebudget.budget.late import LateAllocations
 from onebudget.budget.ledger import DeviceLine, HostLine, Ledger
 from onebudget.budget.reserves import ReserveLine, encoder_reserve_bytes, seat_count
 from onebudget.engine.assembly import kv_cost
+from onebudget.engine.kv_cache import host_lines, layer_groups
 from onebudget.engine.logprobs import prompt_rows_at_once
 from onebudget.engine.penalties import late_tables
 from onebudget.engine.probe import measure
@@ -23,6 +24,7 @@ from onebudget.engine.station import fake_station
 from onebudget.errors import BudgetError
 from onebudget.models.facts import DTYPE_BYTES
 from onebudget.progress import SilentProgress
+from onebudget.resources.kv.division import is_plain, ledger_groups
 from onebudget.units import align_up
 
 if TYPE_CHECKING:
@@ -57,7 +59,8 @@ def engine_ledger(
     granule = device.facts.granularity_bytes
     others = device.account.others_bytes
     lines, workspace = declared_reserves(facts, dtype, config, profile, granule)
-    return derive_budget(
+    layers = layer_groups(facts, dtype, config)
+    ledger = derive_budget(
         config,
         profile,
         kv_cost(facts, dtype, config),
@@ -77,10 +80,13 @@ def engine_ledger(
             "fragmentation": rounding_bytes - others if device.accounts_exactly else 0,
         },
         basis={"weights": "exact"},
+        groups=None if is_plain(layers) else lambda kv_bytes: ledger_groups(kv_bytes, layers, config),
         host=_host_lines(profile, config),
         notes=[*notes, *([f"No profiling run took place: {reason}."] if reason else [])],
         candidates=lambda wanted: _candidates(folder, facts, dtype, wanted, profile, granule),
     )
+    tiers = host_lines(config, device.facts, ledger.kv_cache.bytes, facts.ranks)
+    return ledger.replace(host=(*ledger.host, *tiers))
 
 
 def declared_reserves(
@@ -169,9 +175,13 @@ def _context_workspace(facts: ModelFacts, dtype: str, config: BudgetConfig) -> C
 def _rounding_reserves(facts: ModelFacts, dtype: str, config: BudgetConfig, granule_bytes: int) -> list[ReserveLine]:
     """What the last page of the pool may waste, and that of the scratch where it is cut from the pool; nothing where
     the sizes are whole pages."""
-    block_bytes = kv_cost(facts, dtype, config).slope * config.tokens_per_block
+    layers = layer_groups(facts, dtype, config)
+    pools = {
+        "the pool" if len(layers) == 1 else f"the pool of {group.name}": group.bytes_per_token * config.tokens_per_block
+        for group in layers
+    }
     cut = _context_workspace(facts, dtype, config)
-    rounded = {"the pool": block_bytes, "the context workspace": cut.bytes_per_token if cut else 0}
+    rounded = {**pools, "the context workspace": cut.bytes_per_token if cut else 0}
     return [
         ReserveLine(
             "fragmentation", granule_bytes - 1, reason=f"{what} rounds up to pages of {granule_bytes} B", owner="device"

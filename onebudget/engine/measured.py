@@ -36,15 +36,14 @@ def measured_terms(engine: Engine) -> dict[str, Any]:
         "other_processes": _twice(device.account.others_bytes),
         "fragmentation": _twice(_rounding_bytes(device)),
     }
-    pool = executor.kv.pool
-    beside = sum(peaks.get(owner, 0) for owner in _OWNERS) + pool.allocated_bytes
+    kv = executor.kv
+    beside = sum(peaks.get(owner, 0) for owner in _OWNERS) + kv.allocated_bytes
     held["logits"] = (0, min(peaks.get("logits", 0), max(0, device.sample().alloc_peak - beside)))
-    kv_peak = executor.kv.peak_used_blocks * pool.layout.block_bytes
     terms = [{"name": name, "bytes": now, "peak_bytes": peak} for name, (now, peak) in held.items() if now or peak]
-    held_bytes = sum(now for now, _ in held.values()) + pool.allocated_bytes
+    held_bytes = sum(now for now, _ in held.values()) + kv.allocated_bytes
     return {
         "terms": terms,
-        "kv_cache": {"bytes": pool.allocated_bytes, "peak_bytes": kv_peak, "blocks": pool.num_blocks},
+        "kv_cache": {"bytes": kv.allocated_bytes, "peak_bytes": kv.peak_used_bytes, "blocks": kv.pool.num_blocks},
         "unassigned_bytes": max(0, device.total_bytes - held_bytes),
         "peak_bytes": device.sample().alloc_peak,
         "capacity_bytes": device.total_bytes,

@@ -64,8 +64,9 @@ class BaseResourceManager(ABC):
     def update(self, batch: ScheduledBatch, attn_meta: object = None, kv_elem_bytes: int | None = None) -> None:
         """Settle after the step's tokens are known."""
 
-    def free(self, request: Request) -> None:
-        """Take back everything the request holds."""
+    def free(self, request: Request) -> object:
+        """Take back everything the request holds. The dispatcher has no use for an answer."""
+        return None
 
     def shutdown(self) -> None:
         """Release what the manager itself holds."""

@@ -99,7 +99,7 @@ class ResourceManager:
     def shutdown(self) -> None:
         self._backwards(lambda manager: manager.shutdown())
 
-    def _backwards(self, call: Callable[[BaseResourceManager], None]) -> None:
+    def _backwards(self, call: Callable[[BaseResourceManager], object]) -> None:
         first: Exception | None = None
         for manager in reversed(self._managers.values()):
             try:

@@ -1,103 +1,339 @@
-"""The blocks of the pool: free, held by sequences, or kept for reuse until somebody needs the room."""
+"""The blocks of one pool: free, held by sequences, or kept for reuse until somebody needs the room."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-NO_PARENT = -1
-PrefixKey = tuple[int, tuple[int, ...]]  # (parent block, token ids of this block)
+from onebudget.resources.kv.counters import KVCounters
+from onebudget.resources.kv.node import DEFAULT_PRIORITY, Node
+from onebudget.resources.kv.order import EvictionOrder
+from onebudget.resources.kv.radix import Match, PrefixTree
+from onebudget.resources.kv.spill import Spill
+
+if TYPE_CHECKING:
+    from onebudget.resources.kv.store import KVStore
+    from onebudget.resources.kv.tier import BlockTier
+
+DEFAULT_OFFLOAD_THRESHOLD = 0
+"""Blocks whose priority is above this go to a lower tier when they are evicted."""
+
+
+@dataclass(slots=True)
+class Claim:
+    """A prefix somebody holds: its nodes, first to last. Parts of it may be below the device until it is onboarded."""
+
+    nodes: list[Node]
+    root: Node
+
+    @property
+    def node(self) -> Node:
+        """The node the holder ends in."""
+        return self.nodes[-1] if self.nodes else self.root
+
+    @property
+    def blocks(self) -> int:
+        return sum(len(node.blocks) for node in self.nodes)
+
+    @property
+    def missing(self) -> int:
+        """Blocks below the device."""
+        return sum(len(node.blocks) - node.device_end for node in self.nodes)
+
+    def table(self) -> list[int]:
+        table: list[int] = []
+        for node in self.nodes:
+            table += node.blocks
+        return table
 
 
 class BlockPool:
-    """Block ids with reference counts and a prefix tree over full blocks.
+    """Block ids, the prefix tree over those that are full, and the order in which kept ones are given up.
 
-    A block whose last holder left stays readable while it is in the tree, and is evicted least recently used first.
-    Holding a block means holding its parents, and a sequence gives its blocks back last first, so that no block is
-    ever evicted before its children: a key's parent id always means what it meant when the key was stored.
+    A block is free, or private to one sequence, or in the tree. Holding a node means holding everything above it, so a
+    sequence holds its prefix by holding the node it ends in. Whoever lets go of a node last lists it for eviction,
+    ends of texts before their beginnings: the block that nobody wanted for the longest time goes first.
+
+    ``fresh`` blocks were never used; the store clears them when they are taken for the first time.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._holders = [0] * num_blocks
-        self._tree: dict[PrefixKey, int] = {}
-        self._keys: dict[int, PrefixKey] = {}
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+    def __init__(
+        self,
+        store: KVStore,
+        *,
+        near: BlockTier | None = None,
+        far: BlockTier | None = None,
+        offload_threshold: int = DEFAULT_OFFLOAD_THRESHOLD,
+        counters: KVCounters | None = None,
+    ) -> None:
+        self.store = store
+        self.num_blocks = store.num_blocks
+        self.counters = counters or KVCounters()
+        self.tree = PrefixTree(store.tokens_per_block)
+        self.order = EvictionOrder()
+        self.spill = None if near is None else Spill(store, near, far, self.cut, self.counters)
+        self._threshold = offload_threshold
+        self._recycled: list[int] = []
+        self._next_fresh = 0
+        self._evictable = 0
 
     @property
     def free_blocks(self) -> int:
         """Blocks that ``take`` can give: unused ones and those kept for reuse alone."""
-        return len(self._free) + len(self._evictable)
+        return len(self._recycled) + self.num_blocks - self._next_fresh + self._evictable
 
     @property
     def used_blocks(self) -> int:
         """Blocks that a sequence holds."""
-        return self.num_blocks - self.free_blocks
+        return self._next_fresh - len(self._recycled) - self._evictable
 
     @property
-    def reusable_blocks(self) -> int:
-        """Blocks of the prefix tree, held or not."""
-        return len(self._keys)
+    def evictable_blocks(self) -> int:
+        return self._evictable
 
-    def take(self) -> int:
-        """A block with undefined contents, held once. The caller has checked ``free_blocks``."""
-        block = self._free.pop() if self._free else self._evict()
-        self._holders[block] = 1
-        return block
+    def take(self, count: int) -> list[int]:
+        """Blocks with undefined contents. The caller has checked ``free_blocks``."""
+        recycled = self._recycled
+        if count <= len(recycled):
+            if count == 1:
+                return [recycled.pop()]
+            if count <= 0:
+                return []
+            taken = recycled[-count:]
+            del recycled[-count:]
+            return taken
+        taken = recycled[:]
+        recycled.clear()
+        fresh = min(count - len(taken), self.num_blocks - self._next_fresh)
+        if fresh:
+            first, self._next_fresh = self._next_fresh, self._next_fresh + fresh
+            unused = range(first, self._next_fresh)
+            self.store.clear_fresh(unused)
+            taken += unused
+        if len(taken) < count:
+            taken += self._evict(count - len(taken))
+        return taken
 
-    def _evict(self) -> int:
-        block, _ = self._evictable.popitem(last=False)
-        del self._tree[self._keys.pop(block)]
-        return block
+    def give_back(self, blocks: list[int]) -> None:
+        """Private blocks of a sequence that no longer needs them."""
+        self._recycled += blocks
 
-    def give_back(self, table: Sequence[int]) -> None:
-        """One holder of a sequence's blocks leaves."""
-        for block in reversed(table):
-            self._holders[block] -= 1
-            if self._holders[block] == 0:
-                if block in self._keys:
-                    self._evictable[block] = None
-                else:
-                    self._free.append(block)
+    def evict(self, count: int) -> int:
+        """Turn up to ``count`` kept blocks into unused ones, as ``take`` would; returns how many."""
+        count = min(count, self._evictable)
+        self._recycled += self._evict(count)
+        return count
 
-    def claim_prefix(self, token_ids: Sequence[int], tokens_per_block: int) -> list[int]:
-        """Hold the longest chain of kept blocks that ``token_ids`` starts with; returns them first to last."""
-        claimed = self.find_prefix(token_ids, tokens_per_block)
-        for block in claimed:
-            self._evictable.pop(block, None)
-            self._holders[block] += 1
-        return claimed
+    def _evict(self, count: int) -> list[int]:
+        taken: list[int] = []
+        self._evictable -= count
+        self.counters.evicted += count
+        while count:
+            node = self.order.first()
+            assert node is not None
+            end = node.device_end
+            start = max(0, end - count)
+            blocks = node.blocks[start:end]
+            if self.spill is None:
+                del node.blocks[start:]
+                node.device_end = node.near_end = start
+                if start == 0:
+                    self.tree.unlink(node)
+            else:
+                self._move_out(self.spill, node, start, blocks)
+            if start == 0:
+                self.order.discard(node)
+            taken += blocks
+            count -= end - start
+        return taken
 
-    def find_prefix(self, token_ids: Sequence[int], tokens_per_block: int) -> list[int]:
-        """The chain that ``claim_prefix`` would hold now."""
-        found: list[int] = []
-        parent = NO_PARENT
-        for start in range(0, len(token_ids) - tokens_per_block + 1, tokens_per_block):
-            block = self._tree.get((parent, tuple(token_ids[start : start + tokens_per_block])))
-            if block is None:
-                break
-            found.append(block)
-            parent = block
-        return found
+    def _move_out(self, spill: Spill, node: Node, start: int, blocks: list[int]) -> None:
+        """Blocks leave for the near tier. What finds no room there is dropped, and all behind it."""
+        kept = spill.take_over(node, start, blocks) if node.priority > self._threshold else 0
+        if kept < len(blocks):
+            self.cut(node, start + kept)
+        node.device_end = start
 
-    def store(self, table: Sequence[int], token_ids: Sequence[int], tokens_per_block: int) -> None:
-        """Keep a held sequence's full blocks for reuse.
+    def cut(self, node: Node, keep: int) -> None:
+        """Drop a node's blocks from index ``keep`` on, and all nodes under it. Slots return to their tiers; device
+        blocks that are cut belong to the caller."""
+        below = list(node.children.values())
+        node.children = {}
+        while below:
+            one = below.pop()
+            assert not one.held and not one.device_end
+            self.tree.visited += 1
+            below += one.children.values()
+            self._drop_slots(one, 0)
+        if keep == 0:
+            self.tree.unlink(node)
+        self._drop_slots(node, keep)
 
-        Stops at the first block whose tokens another block stands for already: what follows would hang under a parent
-        that this sequence does not hold.
-        """
-        parent = NO_PARENT
-        for index in range(len(token_ids) // tokens_per_block):
-            key = (parent, tuple(token_ids[index * tokens_per_block : (index + 1) * tokens_per_block]))
-            if self._tree.setdefault(key, table[index]) != table[index]:
+    def _drop_slots(self, node: Node, keep: int) -> None:
+        if self.spill is not None:
+            self.spill.return_slots(node, keep)
+        del node.blocks[keep:]
+        node.device_end = min(node.device_end, keep)
+        node.near_end = min(node.near_end, keep)
+        if self.spill is not None:
+            self.spill.relist(node)
+
+    def hold(self, node: Node) -> None:
+        while True:
+            node.held += 1
+            if node.held > 1 or node.parent is None:
                 return
-            self._keys[table[index]] = key
-            parent = table[index]
+            self.tree.visited += 1
+            self._evictable -= node.device_end
+            self.order.discard(node)
+            if self.spill is not None:
+                self.spill.unlist(node)
+            node = node.parent
+
+    def release(self, node: Node) -> None:
+        while True:
+            node.held -= 1
+            if node.held or node.parent is None:
+                return
+            self.tree.visited += 1
+            if node.device_end:
+                self._evictable += node.device_end
+                self.order.append(node)
+            if self.spill is not None:
+                self.spill.list_(node)
+            node = node.parent
+
+    def claim(self, match: Match, root: Node) -> Claim:
+        """Hold what was matched, until ``release(claim.node)``."""
+        nodes = match.nodes
+        if match.tail is not None:
+            tail = match.tail
+            whole = match.tail_blocks == len(tail.blocks)
+            nodes = [*nodes, tail if whole else self._split(tail, match.tail_blocks)]
+        claim = Claim(nodes, root)
+        self.hold(claim.node)
+        return claim
+
+    def _split(self, node: Node, count: int) -> Node:
+        """The upper part, which the caller holds next."""
+        upper = self.tree.split(node, count)
+        if not node.held:
+            if not node.device_end:
+                self.order.discard(node)
+            if self.spill is not None:
+                self.spill.relist(node)
+        return upper
+
+    def onboard(self, claims: list[Claim]) -> None:
+        """Bring everything claimed to the device. A claim is shortened where that is impossible, for want of blocks or
+        because a lower tier lost what it held; all claims that are not onboarded yet must be among ``claims``."""
+        if self.spill is None:
+            return
+        for claim in claims:
+            for node in claim.nodes:
+                if node.device_end < len(node.blocks) and not self._bring_back(self.spill, node, claims):
+                    break
+
+    def _bring_back(self, spill: Spill, node: Node, claims: list[Claim]) -> bool:
+        wanted = len(node.blocks) - node.device_end
+        blocks = self.take(min(wanted, self.free_blocks))
+        good = spill.bring_back(node, blocks)
+        self.give_back(blocks[good:])
+        if good == wanted:
+            return True
+        lost = good < len(blocks)
+        rest = node
+        if node.device_end:
+            self._split(node, node.device_end)
+        for claim in claims:
+            if rest in claim.nodes:
+                self._shorten(claim, rest)
+        if lost:
+            self.cut(rest, 0)
+        return False
+
+    def _shorten(self, claim: Claim, rest: Node) -> None:
+        """Let a claim end before ``rest``, which may have been split off just now."""
+        held, above = claim.node, rest.parent
+        assert above is not None
+        nodes = claim.nodes[: claim.nodes.index(rest)]
+        if above is not (nodes[-1] if nodes else claim.root):
+            nodes.append(above)
+        self.hold(above)
+        claim.nodes = nodes
+        self.release(held)
+
+    def insert(
+        self, node: Node, key: bytes, start: int, table: list[int], end: int, priority: int = DEFAULT_PRIORITY
+    ) -> Node:
+        """Keep full blocks of a sequence that holds ``node``, its first ``start`` blocks; returns the node it holds
+        instead.
+
+        Blocks ``table[start:end]`` are its own, for tokens ``key[start blocks : end blocks]``. Where the tree stands
+        for the same tokens already, the sequence takes over the tree's block and gives its own back; what the tree had
+        below the device stands on the sequence's block from now on. ``table`` is changed in place.
+        """
+        size = self.tree.block_bytes
+        if priority > node.priority:
+            self._raise_priority(node, priority)
+        if key[start * size : (start + 1) * size] not in node.children:  # nothing to walk: the usual case
+            child = self.tree.add(node, key[start * size : end * size], table[start:end], priority)
+            child.held = 1
+            return child
+        match = self.tree.match(node, key, end * size, start * size)
+        nodes = match.nodes
+        if match.tail is not None:
+            tail = match.tail
+            nodes.append(tail if match.tail_blocks == len(tail.blocks) else self._split(tail, match.tail_blocks))
+        last = nodes[-1]
+        self.hold(last)
+        self.release(node)
+        for matched in nodes:
+            self._adopt(matched, table, start)
+            start += len(matched.blocks)
+        if priority > last.priority:
+            self._raise_priority(last, priority)
+        return last if start == end else self.insert(last, key, start, table, end, priority)
+
+    def _adopt(self, node: Node, table: list[int], start: int) -> None:
+        """A held node and a sequence's own blocks from ``table[start]`` on stand for the same tokens."""
+        on_device, count = node.device_end, len(node.blocks)
+        self._recycled += table[start : start + on_device]
+        table[start : start + on_device] = node.blocks[:on_device]
+        if on_device < count:
+            assert self.spill is not None
+            self.spill.return_slots(node, on_device)
+            node.blocks[on_device:] = table[start + on_device : start + count]
+            node.device_end = node.near_end = count
+
+    def _raise_priority(self, node: Node, priority: int) -> None:
+        """A beginning is worth at least what hangs under it. The node is held, so it is listed nowhere."""
+        above: Node | None = node
+        while above is not None and above.parent is not None and above.priority < priority:
+            above.priority = priority
+            above = above.parent
 
     def reset_reuse(self) -> None:
-        """Forget the tree: contents are no longer what the keys say."""
-        self._free.extend(self._evictable)
-        self._evictable.clear()
-        self._tree.clear()
-        self._keys.clear()
+        """Forget the tree: contents are no longer what it says. Nodes that are held stay with their holders and are
+        found by nobody."""
+        below = [child for root in self.tree.roots() for child in root.children.values()]
+        while below:
+            node = below.pop()
+            below += node.children.values()
+            if not node.held:
+                self._recycled += node.blocks[: node.device_end]
+                assert node.parent is not None
+                self.tree.unlink(node)
+        self._evictable = 0
+        self.order.clear()
+        if self.spill is not None:
+            self.spill.reset()
+        self.tree.clear()
+
+    def forget_contents(self) -> None:
+        """The memory behind the blocks was replaced: no block counts as cleared."""
+        if self.used_blocks == 0 and self._evictable == 0:
+            self._recycled.clear()
+            self._next_fresh = 0
+        else:
+            self.store.clear_fresh(range(self._next_fresh))

@@ -1,153 +1,529 @@
-"""The paged KV cache manager: block tables per sequence over one pool of equal blocks."""
+"""The paged KV cache manager: block tables per sequence over pools of equal blocks, one pool per attention window."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
-from onebudget.errors import CapacityError
+from onebudget.core import Request, RequestState, SamplingParams
+from onebudget.errors import CapacityError, ConfigError, StateError
 from onebudget.resources.base import BaseResourceManager
-from onebudget.resources.kv.blocks import BlockPool
+from onebudget.resources.kv.counters import KVCounters
+from onebudget.resources.kv.counting import blocks_to_completion
+from onebudget.resources.kv.group import KVGroup, KVSequence
+from onebudget.resources.kv.keys import PrefixKeys
+from onebudget.resources.kv.node import DEFAULT_PRIORITY, TOKEN_BYTES
+from onebudget.resources.units import BlocksDelta, BlocksTotal
 from onebudget.units import ceil_div
 
 if TYPE_CHECKING:
-    from onebudget.core import Request, ScheduledBatch
+    from onebudget.core import ScheduledBatch
+    from onebudget.resources.kv.blocks import Claim
+    from onebudget.resources.kv.node import Node
     from onebudget.resources.kv.pool import KVPool
+    from onebudget.resources.kv.store import KVStore
+
+__all__ = ["KVCacheManager", "blocks_to_completion"]
+
+DUMMY_TOKEN_ID = 1  # token 0 is the padding of many models, and may give no numbers
+
+
+@dataclass(slots=True)
+class _Pin:
+    group: KVGroup
+    node: Node
+    private: list[int]
 
 
 class KVCacheManager(BaseResourceManager):
     """Blocks are taken as tokens are computed; admission counts to completion, so taking never fails in service.
 
     With ``reuse`` the full blocks of a sequence stay readable after it, and a later request that starts with the same
-    tokens begins behind them. Dummies neither reuse nor are reused. ``probe_lengths`` are the prompt lengths of the
-    profile's batches when this manager serves the profile. ``attended_tokens_cap``: cached and computed prompt tokens
-    that the prompts of one step may attend to together; None is no cap, 0 lets one prompt in.
+    tokens begins behind them; with ``partial_reuse`` also behind the equal tokens of the first block that differs,
+    which is copied. Where layers attend to a window only, front blocks are returned as they leave it, and nothing is
+    reused. Dummies neither reuse nor are reused.
+
+    Several groups are counted together. Counts to completion are a request's share of the pool where that is largest,
+    in blocks of the pool that attends to all, so that what fits by them fits in every pool.
+
+    ``probe_lengths`` are the prompt lengths of the profile's batches when this manager serves the profile.
+    ``attended_tokens_cap``: cached and computed prompt tokens that the prompts of one step may attend to together;
+    None is no cap, 0 lets one prompt in. Every sequence has room for ``extra_kv_tokens`` and ``draft_reserve_tokens``
+    beside its own tokens. ``recurrent``: the model keeps states that this manager does not count.
     """
 
     def __init__(
         self,
-        pool: KVPool,
+        groups: KVStore | KVGroup | Sequence[KVGroup],
         *,
         reuse: bool = False,
+        partial_reuse: bool = True,
         probe_lengths: Sequence[Sequence[int]] = (),
         attended_tokens_cap: int | None = None,
+        extra_kv_tokens: int = 0,
+        draft_reserve_tokens: int = 0,
+        beam_width: int = 1,
+        recurrent: bool = False,
+        counters: KVCounters | None = None,
     ) -> None:
-        self.pool = pool
-        self.tokens_per_block = pool.layout.tokens_per_block
+        """``groups``: or the store of a single group of all layers. ``counters`` are those its groups were given."""
+        self.counters = counters or KVCounters()
+        self.groups = _as_groups(groups, self.counters)
+        self.tokens_per_block = self.groups[0].tokens_per_block
+        self._only = self.groups[0] if len(self.groups) == 1 else None
+        full = [group for group in self.groups if group.window_tokens is None]
+        self._unit = full[0] if full else max(self.groups, key=lambda group: group.capacity)
         self._probe_lengths = probe_lengths
         self.attended_tokens_cap = attended_tokens_cap
-        self.blocks = BlockPool(pool.num_blocks)
-        self._reuse = reuse
-        self._tables: dict[int, list[int]] = {}
-        self.peak_used_blocks = 0
+        self._reuse = reuse and self._only is not None and self._only.window_tokens is None
+        self._partial = partial_reuse
+        self._extra = extra_kv_tokens
+        self._draft_reserve = draft_reserve_tokens
+        self._beam_width = beam_width
+        self._recurrent = recurrent
+        self._keys = PrefixKeys()
+        self._first_new: dict[int, int] = {}
+        self._first_keys: dict[int, tuple[int, Hashable]] = {}
+        self._pins: dict[int, _Pin] = {}
+        self._next_pin = 0
+
+    @property
+    def peak_used_blocks(self) -> int:
+        """Most blocks of the pool that counts which sequences held at once."""
+        return self._unit.peak_used_blocks
+
+    @property
+    def peak_used_bytes(self) -> int:
+        return sum(group.peak_used_blocks * group.store.block_bytes for group in self.groups)
+
+    def reset_peaks(self) -> None:
+        for group in self.groups:
+            group.peak_used_blocks = group.used_blocks
 
     @property
     def allocated_bytes(self) -> int:
-        """Device bytes of the pool."""
-        return self.pool.allocated_bytes
+        """Device bytes of all pools."""
+        return sum(group.store.allocated_bytes for group in self.groups)
+
+    @property
+    def pools(self) -> list[KVPool]:
+        """The device memory of each group."""
+        return [cast("KVPool", group.store) for group in self.groups]
+
+    @property
+    def pool(self) -> KVPool:
+        """Of the first group."""
+        return self.pools[0]
+
+    @property
+    def reuses(self) -> bool:
+        return self._reuse
+
+    # Counts
+
+    def max_resource_count(self) -> BlocksTotal:
+        return self._unit.capacity
 
     @property
     def free_blocks(self) -> int:
-        return self.blocks.free_blocks
+        """Blocks that every pool can give: no sequence takes more of one than of the one that attends to all."""
+        if self._only is not None:
+            return self._only.blocks.free_blocks
+        return min(group.free_blocks for group in self.groups)
 
     @property
     def used_blocks(self) -> int:
-        return self.blocks.used_blocks
+        if self._only is not None:
+            return self._only.used_blocks
+        return max(0, self.max_resource_count() - self.free_blocks)
 
-    def max_resource_count(self) -> int:
-        return self.pool.num_blocks
-
-    def needed_to_completion(self, request: Request) -> int:
+    def needed_to_completion(self, request: Request) -> BlocksTotal:
         if request.pretended_tokens:
-            return 1
-        return blocks_to_completion(request.prompt_tokens, request.max_new_tokens, self.tokens_per_block)
+            return BlocksTotal(1)
+        if self._only is not None and self._only.window_tokens is None:
+            return blocks_to_completion(request.prompt_tokens, request.max_new_tokens, self.tokens_per_block)
+        tokens = request.prompt_tokens + request.max_new_tokens
+        return BlocksTotal(self._scaled([group.blocks_at_end(tokens) for group in self.groups]))
+
+    def growth(self, request: Request, tokens: int) -> BlocksDelta:
+        """Blocks the request lacks to have a place for ``tokens``."""
+        if request.pretended_tokens:
+            return BlocksDelta(0)
+        return max(
+            group.growth(group.sequences.get(request.id), request.computed_tokens, tokens) for group in self.groups
+        )
+
+    def _scaled(self, blocks: Sequence[int]) -> int:
+        """The largest share of a pool, in blocks of the one that counts."""
+        if self._only is not None:
+            return blocks[0]
+        most = self.max_resource_count()
+        return max(ceil_div(count * most, group.capacity) for count, group in zip(blocks, self.groups, strict=True))
+
+    def kv_block_budget_applies(self) -> bool:
+        """Exact for full attention alone: whoever can't tell exactly must not refuse."""
+        plain = self._only is not None and self._only.window_tokens is None
+        return type(self) is KVCacheManager and plain and not self._recurrent
+
+    def request_kv_block_budget(self, request: Request) -> tuple[BlocksTotal, BlocksTotal] | None:
+        if not self.kv_block_budget_applies():
+            return None
+        new_tokens = request.max_new_tokens + self._extra + self._draft_reserve
+        required = blocks_to_completion(request.prompt_tokens, new_tokens, self.tokens_per_block, self._beam_width)
+        return required, self.groups[0].capacity
+
+    # Prefixes
+
+    def reusable_tokens(self, request: Request) -> int:
+        """What ``begin`` would return now, whole blocks of it; nothing is held."""
+        if request.pretended_tokens:
+            return request.pretended_tokens
+        end = self._reusable_bytes(request)
+        if not end:
+            return 0
+        tree = self.groups[0].blocks.tree
+        key = self._keys.of(request, request.context_tokens)
+        end -= end % tree.block_bytes
+        return tree.match(tree.root(self._keys.space(request)), key, end).blocks * self.tokens_per_block
+
+    def _reusable_bytes(self, request: Request) -> int:
+        """Bytes of the key that may be found in the tree: at least the last token is computed, because its logits are
+        wanted; log-probabilities of a prompt need all of it computed."""
+        if not self._reuse or request.is_dummy or request.params.prompt_logprobs is not None:
+            return 0
+        return (request.context_tokens - 1) * TOKEN_BYTES
+
+    def first_new_block_key(self, request: Request) -> Hashable | None:
+        """Names the first full block that the request computes itself, or would; None when there is none.
+
+        A request that waits and one that runs have the same key where the first would find that block once the second
+        has stored it.
+        """
+        end = self._reusable_bytes(request)
+        if not end:
+            return None
+        blocks = self._first_new.get(request.id)
+        if blocks is None:
+            blocks = self.reusable_tokens(request) // self.tokens_per_block
+        known = self._first_keys.get(request.id)
+        if known is not None and known[0] == blocks:
+            return known[1]
+        stop = (blocks + 1) * self.groups[0].blocks.tree.block_bytes
+        if stop > end + TOKEN_BYTES:
+            return None
+        key = self._keys.space(request), self._keys.of(request, request.context_tokens)[:stop]
+        self._first_keys[request.id] = blocks, key
+        return key
+
+    def begin(self, request: Request) -> int:
+        """Hold the kept blocks this request starts with; returns their tokens, which need no computing."""
+        return self.begin_all([request])[0]
+
+    def begin_all(self, requests: Sequence[Request]) -> list[int]:
+        """Begin several requests: all claim what they reuse first, then it is brought to the device, so that no room
+        is made at the cost of another's prefix."""
+        claims: dict[int, Claim] = {}
+        for request in requests:
+            request.begun = True
+            if request.pretended_tokens:
+                for group in self.groups:
+                    group.open_pretender(request.id, request.pretended_tokens)
+            elif self._reusable_bytes(request):
+                claims[request.id] = self._claim(request)
+            else:
+                for group in self.groups:
+                    group.open(request.id)
+        if claims:
+            self.groups[0].blocks.onboard(list(claims.values()))
+        return [self._open(request, claims.get(request.id)) for request in requests]
+
+    def _claim(self, request: Request) -> Claim:
+        blocks, end = self.groups[0].blocks, self._reusable_bytes(request)
+        root = blocks.tree.root(self._keys.space(request))
+        key = self._keys.of(request, request.context_tokens)
+        return blocks.claim(blocks.tree.match(root, key, end - end % blocks.tree.block_bytes), root)
+
+    def _open(self, request: Request, claim: Claim | None) -> int:
+        """Tokens the request begins behind."""
+        if claim is None:
+            return request.pretended_tokens
+        sequence = self.groups[0].open(request.id, claim)
+        reused = len(sequence.table)
+        self._first_new[request.id] = reused
+        tokens = reused * self.tokens_per_block
+        if self._partial:
+            tokens += self._copy_partial(request, sequence)
+        self.counters.reused += reused
+        self.counters.missed += ceil_div(request.context_tokens, self.tokens_per_block) - reused
+        self.counters.reused_tokens += tokens
+        return tokens
+
+    def _copy_partial(self, request: Request, sequence: KVSequence) -> int:
+        """Tokens of one more block that could be copied from one with another end."""
+        blocks, end = self.groups[0].blocks, self._reusable_bytes(request)
+        key = self._keys.of(request, request.context_tokens)
+        size = blocks.tree.block_bytes
+        start = sequence.stored * size
+        match = blocks.tree.match(sequence.node, key, min(start + size, end - end % size), start)
+        if match.blocks:
+            return 0  # the claim was shortened
+        found = blocks.tree.partial(match, sequence.node, key[start:], end - start)
+        if found is None or not blocks.free_blocks:
+            return 0
+        node, index, tokens = found
+        source = node.blocks[index]
+        target = blocks.take(1)
+        if index >= node.device_end or node.blocks[index] != source:  # it was evicted to make room for its copy
+            blocks.give_back(target)
+            return 0
+        blocks.store.copy_block(source, target[0])
+        sequence.table += target
+        self.counters.partial_copies += 1
+        return tokens
+
+    # Hooks
+
+    def prepare(self, batch: ScheduledBatch) -> None:
+        """Begin requests that are new, and have a place for every token of the step. ``CapacityError`` names the first
+        request that finds none; what the others got stays theirs."""
+        sequences = self.groups[0].sequences
+        new = [request for request in batch.context if request.id not in sequences]
+        if new:
+            self._begin_in_batch(new)
+            batch.rebin()
+        ahead = 1 + self._extra
+        if len(self.groups) == 1:
+            self._prepare_group(self.groups[0], batch, ahead)
+        else:
+            for group in self.groups:
+                self._prepare_group(group, batch, ahead)
+
+    def _begin_in_batch(self, requests: Sequence[Request]) -> None:
+        """A last chunk stays one whatever was reused; others keep their length."""
+        to_end = [
+            max(request.computed_tokens, request.reusable_estimate) + request.chunk_tokens >= request.context_tokens
+            for request in requests
+        ]
+        for request, reused, last in zip(requests, self.begin_all(requests), to_end, strict=True):
+            request.computed_tokens = reused
+            left = request.context_tokens - reused
+            request.chunk_tokens = left if last else min(request.chunk_tokens, left)
+
+    def _prepare_group(self, group: KVGroup, batch: ScheduledBatch, ahead: int) -> None:
+        sequences, size, full = group.sequences, group.tokens_per_block, group.window_tokens is None
+        reserve = self._draft_reserve
+        for request in batch.context:
+            tokens = request.computed_tokens + request.chunk_tokens
+            if request.is_last_chunk:
+                tokens += self._extra + reserve
+            group.grow(sequences[request.id], request, tokens)
+        for request in batch.generation:
+            sequence = sequences.get(request.id)
+            if sequence is None:
+                raise StateError(f"request {request.id} generates but holds no KV blocks")
+            tokens = request.computed_tokens + ahead + max(len(request.draft_tokens), reserve)
+            if tokens > len(sequence.table) * size or not full:
+                group.grow(sequence, request, tokens)
+        group.note_peak()
+
+    def resize(self, request: Request, tokens: int) -> bool:
+        """Have a place for ``tokens`` now; False, with nothing taken, when a pool has too few blocks."""
+        if not self._has_room(request, tokens):
+            return False
+        for group in self.groups:
+            sequence = group.sequences.get(request.id) or group.open(request.id)
+            group.grow(sequence, request, tokens)
+        return True
+
+    def _has_room(self, request: Request, tokens: int) -> bool:
+        return all(
+            group.growth(group.sequences.get(request.id), request.computed_tokens, tokens) <= group.free_blocks
+            for group in self.groups
+        )
+
+    def update(self, batch: ScheduledBatch, attn_meta: object = None, kv_elem_bytes: int | None = None) -> None:
+        """Take rejected drafts back, and keep the blocks of prompts that are computed altogether."""
+        for request in batch.generation:
+            if request.rewind_tokens:
+                self._rewind(request)
+        for request in batch.context_last:
+            if request.state is not RequestState.WAITING and not request.finished:
+                self._store(request)
+
+    def _rewind(self, request: Request) -> None:
+        tokens = request.computed_tokens + 1 + self._extra + self._draft_reserve
+        for group in self.groups:
+            sequence = group.sequences.get(request.id)
+            if sequence is not None:
+                group.shrink(sequence, tokens)
+
+    def free(self, request: Request, pin_on_release: bool = False) -> list[int]:
+        """Let go of what the request holds. Full blocks stay reusable, until somebody needs the room.
+
+        With ``pin_on_release`` they, and the rest of the table too, stay where they are until ``unpin`` of the handles
+        that are returned.
+        """
+        self._store(request)
+        pins = self._pin(request) if pin_on_release else []
+        for group in self.groups:
+            group.close(request.id)
+        self._keys.forget(request)
+        self._first_new.pop(request.id, None)
+        self._first_keys.pop(request.id, None)
+        request.begun = False
+        return pins
+
+    def _store(self, request: Request) -> None:
+        """Keep what stands in the cache by now; a finished sequence's own tokens too."""
+        if not self._reuse or request.is_dummy or request.finish_reason == "error":
+            return
+        group = self.groups[0]
+        sequence = group.sequences.get(request.id)
+        if sequence is None:
+            return
+        tokens = min(request.computed_tokens, request.total_tokens)
+        full = min(tokens // self.tokens_per_block, len(sequence.table))
+        if full > sequence.stored:
+            key = self._keys.of(request, tokens)
+            sequence.node = group.blocks.insert(
+                sequence.node, key, sequence.stored, sequence.table, full, DEFAULT_PRIORITY
+            )
+            sequence.stored = full
+
+    def _pin(self, request: Request) -> list[int]:
+        pins = []
+        for group in self.groups:
+            sequence = group.sequences.pop(request.id, None)
+            if sequence is not None:
+                pins.append(self._next_pin)
+                self._pins[self._next_pin] = _Pin(group, sequence.node, group.private_blocks(sequence))
+                self._next_pin += 1
+        return pins
+
+    def unpin(self, pin: int) -> None:
+        """Blocks of a pin may be reused and evicted again. ``StateError`` for one that is no longer, or never was."""
+        held = self._pins.pop(pin, None)
+        if held is None:
+            raise StateError(f"pin {pin} is not held: it was released before, or never given out")
+        held.group.blocks.give_back(held.private)
+        held.group.blocks.release(held.node)
+
+    # Suspension: this manager has nowhere to keep a sequence
+
+    def suspend(self, request: Request) -> bool:
+        """Keep a sequence outside the device; False when that is impossible, with nothing changed."""
+        return False
+
+    def resume(self, request: Request) -> bool:
+        """Bring a suspended sequence back; False when there is no room, or when it is lost."""
+        return False
+
+    # Dummies
 
     def dummy_lengths(self) -> Sequence[Sequence[int]]:
         return self._probe_lengths
 
-    def block_table(self, request: Request) -> list[int]:
-        return self._tables[request.id]
+    def add_dummy_requests(
+        self,
+        ids: Sequence[int],
+        *,
+        tokens: int | None = None,
+        generation: bool = False,
+        draft_tokens: int = 0,
+        helix: bool = False,
+        draft: KVCacheManager | None = None,
+        **shape: Any,
+    ) -> list[Request] | None:
+        """Sequences of ``tokens`` each, here and in the manager of the draft model; by default one token and the
+        drafts, two at least under helix. One for generation has its last token still to compute.
 
-    def begin(self, request: Request) -> int:
-        """Hold the kept blocks this request starts with; returns their tokens, which need no computing.
-
-        At least the last prompt token is left, because its logits are wanted.
+        None when there is no free block. Any failure on the way removes all of them again, here and there.
         """
-        if request.pretended_tokens:
-            return self._pretend(request)
-        table = self.blocks.claim_prefix(self._reusable(request), self.tokens_per_block)
-        self._tables[request.id] = table
-        return len(table) * self.tokens_per_block
+        if shape:
+            raise ConfigError.for_field("shape", sorted(shape), "tokens, generation, draft_tokens, helix or draft")
+        if not self.free_blocks:
+            return None
+        length = tokens or max(1 + draft_tokens, 2 if helix else 1)
+        requests = [_dummy(number, length, generation) for number in ids]
+        managers = [self] if draft is None else [self, draft]
+        try:
+            for request in requests:
+                if not all(manager.resize(request, length) for manager in managers):
+                    raise CapacityError(
+                        f"dummy {request.id} of {length} tokens finds no blocks",
+                        request_id=request.id,
+                        needed=ceil_div(length, self.tokens_per_block),
+                        free=self.free_blocks,
+                    )
+        except BaseException as error:
+            _remove_all(requests, managers)
+            if isinstance(error, CapacityError):
+                return None
+            raise
+        return requests
 
-    def _pretend(self, request: Request) -> int:
-        """A dummy behind a full cache: one block stands for all of its table."""
-        block = self.blocks.take()
-        self.pool.clear_fresh([block])
-        self._tables[request.id] = [block] * ceil_div(request.pretended_tokens, self.tokens_per_block)
-        return request.pretended_tokens
+    # Tables and life of the pools
 
-    def reusable_tokens(self, request: Request) -> int:
-        """What ``begin`` would return now; nothing is held."""
-        if request.pretended_tokens:
-            return request.pretended_tokens
-        return len(self.blocks.find_prefix(self._reusable(request), self.tokens_per_block)) * self.tokens_per_block
+    def block_table(self, request: Request) -> list[int]:
+        """Of the first group."""
+        return self.groups[0].block_table(request)
 
-    def _reusable(self, request: Request) -> Sequence[int]:
-        """Log-probabilities of a prompt need all of it computed."""
-        if not self._reuse or request.is_dummy or request.params.prompt_logprobs is not None:
-            return ()
-        return request.prompt_token_ids[: request.prompt_tokens - 1]
+    def front_removed(self, request: Request, window_tokens: int | None = None) -> int:
+        """Blocks of the request that left the window and were returned. With several windows one has to be named."""
+        return self._group(window_tokens).first_block(request)
 
-    def prepare(self, batch: ScheduledBatch) -> None:
-        for request in batch.requests:
-            self._grow(request, request.computed_tokens + len(request.tokens_of_step()))
-        self.peak_used_blocks = max(self.peak_used_blocks, self.used_blocks)
-
-    def _grow(self, request: Request, tokens: int) -> None:
-        table = self._tables.setdefault(request.id, [])
-        missing = ceil_div(tokens, self.tokens_per_block) - len(table)
-        if request.pretended_tokens:
-            table.extend(table[:1] * missing)
-            return
-        if missing > self.free_blocks:
-            raise CapacityError(
-                f"request {request.id} needs {missing} more KV blocks for {tokens} tokens, {self.free_blocks} of "
-                f"{self.pool.num_blocks} are free",
-                request_id=request.id,
-                needed=missing,
-                free=self.free_blocks,
-            )
-        taken = [self.blocks.take() for _ in range(missing)]
-        self.pool.clear_fresh(taken)
-        table.extend(taken)
-
-    def update(self, batch: ScheduledBatch, attn_meta: object = None, kv_elem_bytes: int | None = None) -> None:
-        for request in batch.context_last:
-            self._store(request)
-
-    def free(self, request: Request) -> None:
-        self._store(request)
-        table = self._tables.pop(request.id, [])
-        self.blocks.give_back(table[:1] if request.pretended_tokens else table)
-
-    def _store(self, request: Request) -> None:
-        """Keep what stands in the cache by now; a finished sequence's own tokens too."""
-        table = self._tables.get(request.id)
-        if table and self._reuse and not request.is_dummy:
-            tokens = [*request.prompt_token_ids, *request.output_token_ids][: request.computed_tokens]
-            self.blocks.store(table, tokens, self.tokens_per_block)
+    def _group(self, window_tokens: int | None) -> KVGroup:
+        if window_tokens is None and self._only is not None:
+            return self._only
+        for group in self.groups:
+            if window_tokens is not None and group.window_tokens == window_tokens:
+                return group
+        windows = ", ".join(str(group.window_tokens) for group in self.groups)
+        raise ConfigError.for_field("window_tokens", window_tokens, f"one of the cache's windows: {windows}")
 
     def reset_reuse(self) -> None:
         """Forget every kept prefix, because the pool's contents are gone."""
-        self.blocks.reset_reuse()
-        self.pool.forget_contents()
+        for group in self.groups:
+            group.blocks.reset_reuse()
+            group.blocks.forget_contents()
 
     def shutdown(self) -> None:
-        self._tables.clear()
-        self.pool.release()
+        for group in self.groups:
+            group.sequences.clear()
+            if group.blocks.spill is not None:
+                group.blocks.spill.release()
+            group.store.release()
 
 
-def blocks_to_completion(prompt_tokens: int, new_tokens: int, tokens_per_block: int) -> int:
-    """Blocks of a sequence when its last token exists: whole prompt blocks, then the rest with the new tokens."""
-    whole, rest = divmod(prompt_tokens, tokens_per_block)
-    return whole + ceil_div(rest + new_tokens, tokens_per_block)
+def _as_groups(groups: KVStore | KVGroup | Sequence[KVGroup], counters: KVCounters) -> tuple[KVGroup, ...]:
+    if isinstance(groups, KVGroup):
+        return (groups,)
+    if isinstance(groups, Sequence):
+        return tuple(groups)
+    return (KVGroup(groups, counters=counters),)
+
+
+def _dummy(number: int, length: int, generation: bool) -> Request:
+    prompt_tokens = max(1, length - 1) if generation else length
+    request = Request(
+        number, [DUMMY_TOKEN_ID] * prompt_tokens, SamplingParams(max_tokens=1), max_new_tokens=1, is_dummy=True
+    )
+    if generation:
+        request.state = RequestState.GENERATION
+        request.computed_tokens = prompt_tokens
+        request.output_token_ids = [DUMMY_TOKEN_ID]
+    return request
+
+
+def _remove_all(requests: Iterable[Request], managers: Sequence[KVCacheManager]) -> None:
+    """Removal goes on behind a failure, and the first one is raised at the end."""
+    first: Exception | None = None
+    for request in requests:
+        for manager in managers:
+            try:
+                manager.free(request)
+            except Exception as error:
+                first = first or error
+    if first is not None:
+        raise first

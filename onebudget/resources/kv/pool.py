@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from onebudget.buffers.dtypes import ITEM_BYTES
 
 if TYPE_CHECKING:
     from onebudget.buffers import BufferManager
+    from onebudget.resources.kv.tier import BlockTier
 
 OWNER = "kv_cache"
 
@@ -53,7 +53,8 @@ class PagePart:
 class KVPool:
     """Blocks of all layers and parts in one device buffer; ``parts[layer][part]`` are its views.
 
-    A block holds whatever was in the memory until ``clear_fresh`` was told about it.
+    A block holds whatever was in the memory until ``clear_fresh`` was told about it. Copies run in the order of the
+    device's current stream, like the forward; those through pageable memory wait for it.
     """
 
     def __init__(self, manager: BufferManager, layout: KVLayout, num_blocks: int) -> None:
@@ -69,26 +70,65 @@ class KVPool:
         sizes = [math.prod(shape) * self._slots for shape in layout.parts] * layout.num_layers
         pages = iter(self.buffer.as_tensor().split(sizes))
         self.parts = [[self._part(next(pages), shape) for shape in layout.parts] for _ in range(layout.num_layers)]
-        self.forget_contents()
-
-    def forget_contents(self) -> None:
-        """The memory was replaced or lost: no block counts as written."""
-        self._written = bytearray(self.num_blocks)
+        self._pages = [part.blocks for layer in self.parts for part in layer]
 
     def clear_fresh(self, blocks: Sequence[int]) -> None:
-        """Set those of ``blocks`` to 0 that nobody used before.
+        """Set ``blocks``, which nobody used before, to 0.
 
         Attention reads whole blocks and masks what a sequence has not written, but a masked slot still counts when it
         holds no number (0 times infinity). Slots of earlier sequences hold numbers.
         """
-        fresh = [block for block in blocks if not self._written[block]]
-        if not fresh:
-            return
-        for block in fresh:
-            self._written[block] = 1
-        index = torch.tensor(fresh, device=self.parts[0][0].blocks.device)
-        for page in itertools.chain.from_iterable(self.parts):
-            page.blocks.view(torch.uint8).index_fill_(0, index, 0)
+        if blocks:
+            index = torch.tensor(list(blocks), device=self._pages[0].device)
+            for page in self._pages:
+                page.view(torch.uint8).index_fill_(0, index, 0)
+
+    def copy_block(self, source: int, target: int) -> None:
+        for page in self._pages:
+            page[target].copy_(page[source])
+
+    def offload(self, blocks: Sequence[int], tier: BlockTier, slots: Sequence[int]) -> bool:
+        if tier.in_memory:
+            for block, slot in zip(blocks, slots, strict=True):
+                self._pack(block, tier.row(slot))
+            return True
+        row = torch.empty(self.block_bytes, dtype=torch.uint8)
+        for block, slot in zip(blocks, slots, strict=True):
+            self._pack(block, row)
+            self._wait()
+            if not tier.write(slot, row.numpy().data):
+                return False
+        return True
+
+    def onboard(self, tier: BlockTier, slots: Sequence[int], blocks: Sequence[int]) -> int:
+        for done, (slot, block) in enumerate(zip(slots, blocks, strict=True)):
+            if tier.in_memory:
+                self._unpack(tier.row(slot), block)
+                continue
+            data = tier.read(slot)
+            if data is None or len(data) != self.block_bytes:
+                return done
+            self._unpack(torch.frombuffer(bytearray(data), dtype=torch.uint8), block)
+        return len(slots)
+
+    def _wait(self) -> None:
+        if self._pages[0].is_cuda:
+            torch.cuda.current_stream(self._pages[0].device).synchronize()
+
+    def _pack(self, block: int, row: torch.Tensor) -> None:
+        """One block of all layers and parts, in this order, into ``[block_bytes]``."""
+        start = 0
+        for page in self._pages:
+            source = page[block].view(torch.uint8)
+            row[start : start + source.numel()].copy_(source, non_blocking=True)
+            start += source.numel()
+
+    def _unpack(self, row: torch.Tensor, block: int) -> None:
+        start = 0
+        for page in self._pages:
+            target = page[block].view(torch.uint8)
+            target.copy_(row[start : start + target.numel()], non_blocking=True)
+            start += target.numel()
 
     @property
     def _slots(self) -> int:
@@ -101,8 +141,17 @@ class KVPool:
     def allocated_bytes(self) -> int:
         return self.layout.block_bytes * self.num_blocks
 
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self.layout.tokens_per_block
+
     def release(self) -> None:
         """Drop the views, then the memory. Safe to call again."""
         self.parts = []
+        self._pages = []
         if not self.buffer.released:
             self.buffer.release()

@@ -33,10 +33,6 @@ class KVStore(Protocol):
         """Make blocks readable that hold whatever was in the memory before."""
         ...
 
-    def forget_contents(self) -> None:
-        """The memory was replaced or lost."""
-        ...
-
     def copy_block(self, source: int, target: int) -> None: ...
 
     def offload(self, blocks: Sequence[int], tier: BlockTier, slots: Sequence[int]) -> bool:
@@ -66,9 +62,6 @@ class CountedStore:
         return self.num_blocks * self.block_bytes
 
     def clear_fresh(self, blocks: Sequence[int]) -> None:
-        pass
-
-    def forget_contents(self) -> None:
         pass
 
     def copy_block(self, source: int, target: int) -> None:

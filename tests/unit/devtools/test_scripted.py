@@ -8,7 +8,8 @@ pytest.importorskip("torch")
 
 from onebudget.config import BudgetConfig
 from onebudget.core import Request, SamplingParams
-from onebudget.devtools.scripted import CountedPool, ScriptedRunner, scripted_executor
+from onebudget.devtools.scripted import ScriptedRunner, scripted_executor
+from onebudget.resources.kv.store import CountedStore
 
 
 def test_tokens_come_from_the_script_and_steps_are_kept() -> None:
@@ -23,7 +24,7 @@ def test_tokens_come_from_the_script_and_steps_are_kept() -> None:
     assert runner.steps == [{5: 4}, {5: 2}, {5: 1}, {5: 1}]
     engine.shutdown()
     assert runner.released
-    assert cast("CountedPool", engine.kv.pool).released
+    assert cast("CountedStore", engine.kv.pool).released
 
 
 def test_a_fault_is_raised_once_in_the_next_step() -> None:

@@ -29,7 +29,7 @@ class Spy(BaseResourceManager):
     def prepare(self, batch: ScheduledBatch) -> None:
         self._note("prepare")
 
-    def update(self, batch: ScheduledBatch) -> None:
+    def update(self, batch: ScheduledBatch, attn_meta: object = None, kv_elem_bytes: int | None = None) -> None:
         self._note("update")
 
     def free(self, request: Request) -> None:

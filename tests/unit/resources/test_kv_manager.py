@@ -7,15 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebudget.core import Request, RequestState, SamplingParams, ScheduledBatch
-from onebudget.devtools.scripted import CountedPool
 from onebudget.errors import CapacityError
 from onebudget.resources import KVCacheManager
 from onebudget.resources.kv.manager import blocks_to_completion
-from onebudget.resources.kv.pool import KVPool
+from onebudget.resources.kv.store import CountedStore
 
 
 def manager(blocks: int, tokens_per_block: int = 4) -> KVCacheManager:
-    return KVCacheManager(cast("KVPool", CountedPool(blocks, tokens_per_block)))
+    return KVCacheManager(CountedStore(blocks, tokens_per_block))
 
 
 def request(number: int, prompt: int, *, new: int = 1) -> Request:
@@ -109,7 +108,7 @@ def test_free_twice_and_unknown_is_free_once() -> None:
 def test_shutdown_releases_the_pool() -> None:
     kv = manager(4)
     kv.shutdown()
-    assert cast("CountedPool", kv.pool).released
+    assert cast("CountedStore", kv.groups[0].store).released
 
 
 @given(

@@ -188,7 +188,8 @@ class Request:
     what the current step computes of the context. ``max_new_tokens`` is already limited by ``max_seq_len``.
 
     A paused request starts over: ``replayed_tokens`` of its answer are computed again as context. ``begun`` says
-    whether the KV manager holds the sequence, ``suspended`` that it keeps it outside the device.
+    whether the KV manager holds the sequence, ``suspended`` that it keeps it outside the device, ``released`` that the
+    request ended and no manager holds anything of it.
 
     ``pending_tokens`` were sampled, but the host has not read them; the input of the next step is row
     ``pending_row`` of the tokens that the step before sampled. ``draft_tokens`` are computed beside the last token,
@@ -226,6 +227,7 @@ class Request:
     reusable_estimate: int = 0
     """Tokens that admission expects to find in the cache."""
     begun: bool = False
+    released: bool = False
     suspended: bool = False
     pauses: int = 0
     pending_tokens: int = 0

@@ -26,7 +26,8 @@ OWNER = "static_inputs"
 
 class StaticInputs:
     """Device tensors of the largest step, int64: ids and positions per token; KV slots per token and block tables per
-    sequence of each of ``groups``."""
+    sequence of each of ``groups``; and the tokens that the last step sampled, which the next one may start from before
+    the host has read them."""
 
     def __init__(self, manager: BufferManager, config: BudgetConfig, groups: Sequence[PageGroup]) -> None:
         self._tokens_per_block = config.tokens_per_block
@@ -51,6 +52,7 @@ class StaticInputs:
             self.token_ids = take(config.max_num_tokens)
             self.positions = take(config.max_num_tokens)
             self.last_rows = take(config.max_batch_size)
+            self.sampled = take(config.max_batch_size)
             self._tables = [
                 _GroupInputs(
                     slots=take(config.max_num_tokens),
@@ -63,7 +65,7 @@ class StaticInputs:
             undo.pop_all()
 
     def release(self) -> None:
-        del self.token_ids, self.positions, self.last_rows, self._tables
+        del self.token_ids, self.positions, self.last_rows, self.sampled, self._tables
         for buffer in self.buffers:
             buffer.release()
         self.buffers = []
@@ -80,13 +82,21 @@ class StaticInputs:
                 last_rows.append(len(token_ids) - 1)
         for request in batch.generation:
             last_rows.append(len(token_ids))
-            token_ids.append(request.output_token_ids[-1])
+            token_ids += request.tokens_of_step()
             positions.append(request.computed_tokens)
         write(self.token_ids, token_ids)
+        self.place_sampled(self.token_ids, len(token_ids) - len(batch.generation), batch.generation)
         write(self.positions, positions)
         write(self.last_rows, last_rows)
         plan = StepPlan(tuple(map(self._group_plan, self._groups, self._tables, repeat(batch))))
         return len(token_ids), len(last_rows), plan
+
+    def place_sampled(self, token_ids: torch.Tensor, start: int, generation: Sequence[Request]) -> None:
+        """Write the tokens that only the device knows among those of ``generation``, which stand from ``start`` on."""
+        known = [(start + at, r.pending_row) for at, r in enumerate(generation) if r.pending_row is not None]
+        if known:
+            index = torch.tensor(known, dtype=torch.int64).to(token_ids.device)
+            token_ids[index[:, 0]] = self.sampled[index[:, 1]]
 
     def _group_plan(self, group: PageGroup, inputs: _GroupInputs, batch: ScheduledBatch) -> GroupPlan:
         slots: list[int] = []

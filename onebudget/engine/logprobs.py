@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onebudget.core import TokenLogprob
+from onebudget.engine.sampled import HostCopy
 from onebudget.units import align_up
 
 if TYPE_CHECKING:
@@ -45,17 +46,26 @@ def token_logprobs(logprobs: torch.Tensor, token_ids: Sequence[int], top: Sequen
 
     Rows without contents give an empty list.
     """
-    wanted = torch.tensor(token_ids, dtype=torch.int64, device=logprobs.device)[:, None]
-    chosen = logprobs.gather(-1, wanted)
-    ranks = (logprobs > chosen).sum(-1) + 1
-    values, tokens = logprobs.topk(min(max(top), logprobs.shape[-1]), dim=-1)
-    if logprobs.is_meta:
-        return []
-    columns = (chosen.squeeze(-1).tolist(), ranks.tolist(), tokens.tolist(), values.tolist(), top)
-    return [
-        TokenLogprob(token, logprob, rank, tuple(zip(likeliest[:count], their[:count], strict=True)))
-        for token, logprob, rank, likeliest, their, count in zip(token_ids, *columns, strict=True)
-    ]
+    wanted = torch.tensor(token_ids, dtype=torch.int64, device=logprobs.device)
+    return [] if logprobs.is_meta else LogprobRows(logprobs, wanted, top).read()
+
+
+class LogprobRows:
+    """Log-probabilities of ``wanted`` int64 ``[rows]`` in ``logprobs`` ``[rows, vocab]`` on their way to the host."""
+
+    def __init__(self, logprobs: torch.Tensor, wanted: torch.Tensor, top: Sequence[int]) -> None:
+        chosen = logprobs.gather(-1, wanted[:, None])
+        ranks = (logprobs > chosen).sum(-1) + 1
+        values, tokens = logprobs.topk(min(max(top), logprobs.shape[-1]), dim=-1)
+        self._columns = [HostCopy(column) for column in (wanted, chosen.squeeze(-1), ranks, tokens, values)]
+        self._top = top
+
+    def read(self) -> list[TokenLogprob]:
+        columns = (column.read() for column in self._columns)
+        return [
+            TokenLogprob(token, logprob, rank, tuple(zip(likeliest[:count], their[:count], strict=True)))
+            for token, logprob, rank, likeliest, their, count in zip(*columns, self._top, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

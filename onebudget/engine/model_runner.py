@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,8 +13,10 @@ from onebudget.attention.base import current_backend
 from onebudget.attention.pages import page_groups
 from onebudget.device.meter import StorageMeter
 from onebudget.engine import logprobs
+from onebudget.engine.failures import Relief
 from onebudget.engine.inputs import StaticInputs
 from onebudget.engine.logprobs import layers_once, log_probabilities, prompt_pieces
+from onebudget.engine.sampled import SampledTokens
 from onebudget.workspace import ScratchBuffer
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from onebudget.config import BudgetConfig
     from onebudget.core import ScheduledBatch
     from onebudget.device.base import Device
+    from onebudget.engine.executor import Counters
     from onebudget.engine.sampler import Sampler
     from onebudget.engine.stages import Stages
     from onebudget.models.load import LoadedModel
@@ -47,6 +50,7 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._device = device
+        self._manager = manager
         self.metered = metered
         self._prompt_rows = logprobs.prompt_rows_at_once(config)
         groups = page_groups(kv)
@@ -55,23 +59,36 @@ class ModelRunner:
         self.scratch = ScratchBuffer(manager, scope=lambda: stages.open("workspace"))
         self._backend = backend_for(model.facts)(groups, self.scratch, model.facts, model.dtype)
 
-    def step(self, batch: ScheduledBatch, sampler: Sampler) -> list[int]:
-        """Run the batch; one token for each prompt that ends in this step and each generating request, in order."""
-        # The meter needs no_grad: inference_mode, a few per cent faster, hides temporaries of composite operations.
-        with torch.no_grad() if self.metered else torch.inference_mode():
-            return self._step(batch, sampler)
+    def forward(self, batch: ScheduledBatch) -> torch.Tensor:
+        """Launch the batch; logits ``[rows, vocab]`` of each prompt that ends in this step and each generating request.
 
-    def _step(self, batch: ScheduledBatch, sampler: Sampler) -> list[int]:
-        tokens, rows, plan = self.inputs.fill(batch)
-        sampled = [*batch.context_last, *batch.generation]
-        token = current_backend.set(self._backend)
-        try:
-            with self._meter():
-                self._backend.begin(plan)
-                logits = self._logits(batch, tokens, rows)
-                return sampler.sample(logits, sampled) if sampled else []
-        finally:
-            current_backend.reset(token)
+        Tokens that the host has not read are taken from ``inputs.sampled``.
+        """
+        with self._no_gradients():
+            tokens, rows, plan = self.inputs.fill(batch)
+            token = current_backend.set(self._backend)
+            try:
+                with self._meter():
+                    self._backend.begin(plan)
+                    return self._logits(batch, tokens, rows)
+            finally:
+                current_backend.reset(token)
+
+    def sample(self, batch: ScheduledBatch, logits: torch.Tensor, sampler: Sampler) -> SampledTokens:
+        """One token per row of ``logits``, kept on the device in ``inputs.sampled`` for the next step too."""
+        requests = batch.sampled
+        if not requests:
+            return SampledTokens.known([])
+        with self._no_gradients(), self._meter():
+            return sampler.launch(logits, requests, into=self.inputs.sampled)
+
+    def set_sampled(self, tokens: list[int]) -> None:
+        """Let the next step start from these tokens, where ranks agreed on others than this one sampled."""
+        self.inputs.sampled[: len(tokens)].copy_(torch.tensor(tokens, dtype=torch.int64))
+
+    def _no_gradients(self) -> AbstractContextManager[Any]:
+        # The meter needs no_grad: inference_mode, a few per cent faster, hides temporaries of composite operations.
+        return torch.no_grad() if self.metered else torch.inference_mode()
 
     def _logits(self, batch: ScheduledBatch, tokens: int, rows: int) -> torch.Tensor:
         """Logits ``[rows, vocab]`` to sample from, once log-probabilities of prompts are noted."""
@@ -97,6 +114,27 @@ class ModelRunner:
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    def count(self, counters: Counters) -> None:
+        """Write what this runner knows about the steps so far."""
+        counters.graph_eager = counters.steps
+        counters.scratch_grow = self.scratch.grow_count
+
+    @property
+    def kv_written(self) -> bool:
+        """Whether the last forward may have written to the cache."""
+        return getattr(self._backend, "kv_written", True)
+
+    def relieve(self) -> Relief | None:
+        """After memory ran out: note who holds what, then give back scratch and caches that no request needs."""
+        self._device.synchronize()
+        sample, owners = self._device.sample(), dict(self._device.used_by_owner())
+        before = self._device.free_bytes()
+        self.scratch.release()
+        self._device.empty_cache()
+        if self._device.existing_pool is not None:
+            self._manager.pool_trim_to(0)
+        return Relief(sample, owners, self._device.free_bytes() - before)
 
     @contextmanager
     def _meter(self) -> Iterator[None]:

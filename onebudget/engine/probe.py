@@ -109,16 +109,17 @@ def run_full_cache(executor: Executor, station: Station, *, keep_marks: bool = F
     generating, pieces = _full_cache_dummies(executor.config)
     alone = _pieces(executor.config, executor.config.max_num_tokens, first_number=0, new_tokens=1)
     device, peak_bytes = station.device, 0
-    for arriving in (alone, generating, pieces, []):
-        for dummy in arriving:
-            executor.submit(dummy)
-        if executor.has_work:
-            if not keep_marks:
-                device.reset_peak()
+    with executor.plain_steps():
+        for arriving in (alone, generating, pieces, []):
+            for dummy in arriving:
+                executor.submit(dummy)
+            if executor.has_work:
+                if not keep_marks:
+                    device.reset_peak()
+                _step(executor)
+                peak_bytes = max(peak_bytes, device.sample().alloc_peak - executor.runner.scratch.held_bytes)
+        while executor.has_work:
             _step(executor)
-            peak_bytes = max(peak_bytes, device.sample().alloc_peak - executor.runner.scratch.held_bytes)
-    while executor.has_work:
-        _step(executor)
     return peak_bytes
 
 
@@ -199,8 +200,9 @@ def run_dummies(executor: Executor, lengths: Sequence[int], params: SamplingPara
     """
     for number, length in enumerate(lengths):
         executor.submit(Request(-1 - number, [DUMMY_TOKEN_ID] * length, params, max_new_tokens=1, is_dummy=True))
-    while executor.has_work:
-        _step(executor)
+    with executor.plain_steps():
+        while executor.has_work:
+            _step(executor)
 
 
 def _step(executor: Executor) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from onebudget.engine import logprobs, penalties
-from onebudget.engine.logprobs import log_probabilities, token_logprobs
+from onebudget.engine.logprobs import LogprobRows, log_probabilities
+from onebudget.engine.sampled import HostCopy, SampledTokens
 from onebudget.errors import AllocationError
 
 if TYPE_CHECKING:
@@ -41,7 +43,14 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         """One token id per row of ``logits`` ``[len(requests), vocab]``; requests that ask for log-probabilities get
-        them.
+        them."""
+        return self.launch(logits, requests).read()
+
+    def launch(
+        self, logits: torch.Tensor, requests: Sequence[Request], *, into: torch.Tensor | None = None
+    ) -> SampledTokens:
+        """``sample`` without waiting for the tokens, which are written to ``into`` on the device as well. Requests get
+        their log-probabilities when the tokens are read, before they are appended.
 
         ``AllocationError`` of owner ``penalty_workspace``, with nothing changed, where penalties find no room.
         """
@@ -55,12 +64,9 @@ class Sampler:
                 tokens[index] = torch.argmax(self._prepared(logits, index, chosen), dim=-1)
             else:
                 tokens[index] = self._draw(self._prepared(logits, index, chosen), chosen)
-        if tokens.is_meta:
-            self._note_logprobs(logits, [0] * len(requests), requests)
-            return [0] * len(requests)
-        sampled: list[int] = tokens.tolist()
-        self._note_logprobs(logits, sampled, requests)
-        return sampled
+        if into is not None:
+            into[: len(requests)].copy_(tokens)
+        return SampledTokens(HostCopy(tokens), self._logprobs(logits, tokens, requests))
 
     def blamed(self, batch: ScheduledBatch, error: Exception) -> list[Request]:
         """Requests that a failed step ends: those that wanted what found no room, before anything was sampled for the
@@ -74,6 +80,11 @@ class Sampler:
 
     def forget(self, request: Request) -> None:
         self._generators.pop(request.id, None)
+        if self._store is not None:
+            self._store.forget(request)
+
+    def vacate(self, request: Request) -> None:
+        """The request leaves its slot for a while; its random numbers go on where they stopped."""
         if self._store is not None:
             self._store.forget(request)
 
@@ -137,17 +148,23 @@ class Sampler:
         return generator.random()
 
     @staticmethod
-    def _note_logprobs(logits: torch.Tensor, tokens: Sequence[int], requests: Sequence[Request]) -> None:
+    def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, requests: Sequence[Request]) -> list[Callable[[], None]]:
         """Of the model's own logits: penalties and barred tokens only touched copies."""
+        notes: list[Callable[[], None]] = []
         wanted = [(row, r.params.logprobs) for row, r in enumerate(requests) if r.params.logprobs is not None]
         for start in range(0, len(wanted), ROWS_AT_ONCE):
             rows, top = zip(*wanted[start : start + ROWS_AT_ONCE], strict=True)
             index = torch.tensor(rows, device=logits.device)
-            found = token_logprobs(log_probabilities(logits[index]), [tokens[row] for row in rows], top)
-            for row, logprob in zip(rows, found, strict=False):
-                request = requests[row]
-                del request.logprobs[len(request.output_token_ids) :]
-                request.logprobs.append(logprob)
+            found = LogprobRows(log_probabilities(logits[index]), tokens[index], top)
+            if not logits.is_meta:
+                notes.append(partial(_note, [requests[row] for row in rows], found))
+        return notes
+
+
+def _note(requests: Sequence[Request], found: LogprobRows) -> None:
+    for request, logprob in zip(requests, found.read(), strict=True):
+        del request.logprobs[len(request.output_token_ids) :]
+        request.logprobs.append(logprob)
 
 
 def _alike(requests: Sequence[Request]) -> Iterator[list[int]]:

@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0)
 
 
 def engine(cap: int | None, blocks: int = 1000, **knobs: Any) -> Executor:
-    settings = {"max_seq_len": 512, "max_num_tokens": 4096, "tokens_per_block": BLOCK, **knobs}
+    settings = {"max_seq_len": 512, "max_num_tokens": 4096, "tokens_per_block": BLOCK, "overlap": False, **knobs}
     executor = scripted_executor(BudgetConfig(**settings), blocks)
     executor.kv.attended_tokens_cap = cap
     return executor
@@ -85,7 +85,7 @@ def test_a_chunk_attends_to_what_was_computed_before() -> None:
     executor.submit(request(1, 20))
     for _ in range(3):
         executor.step()
-    assert runner(executor).steps == [{0: 200}, {0: 200}, {0: 100}]
+    assert runner(executor).steps == [{0: 192}, {0: 192}, {0: 116}]  # chunks end on whole blocks
     assert executor.counters.deferred == 1  # in the third step alone there were tokens left for another
     executor.step()
     assert runner(executor).steps[-1] == {1: 20}
@@ -96,7 +96,7 @@ def test_generation_runs_beside_the_one_prompt_that_a_cap_of_0_lets_in() -> None
     submit(executor, [50, 200, 30], new=3)
     executor.step()
     executor.step()
-    assert runner(executor).steps == [{0: 50}, {1: 59, 0: 1}]
+    assert runner(executor).steps == [{0: 50}, {1: 48, 0: 1}]
 
 
 def test_prompts_on_their_way_can_be_held_back() -> None:
@@ -136,11 +136,15 @@ def test_a_waiting_request_is_left_as_it_was() -> None:
 
 
 def test_a_reused_prefix_counts_before_its_request_starts() -> None:
-    """100 tokens of a 150-token prompt are kept (96, whole blocks): computing the rest attends to all 150."""
+    """100 tokens of a 150-token prompt are kept (96, whole blocks): computing the rest attends to all 150.
+
+    The second starts differently behind the kept part, so that it gains nothing from waiting for the first.
+    """
     executor = engine(200)
     executor.submit(request(0, 100, first=7))
     drain(executor)
     twins = [request(number, 150, first=7) for number in (1, 2)]
+    twins[1].prompt_token_ids[96:] = [8] * 54
     for one in twins:
         executor.submit(one)
     held = executor.kv.used_blocks
@@ -151,8 +155,22 @@ def test_a_reused_prefix_counts_before_its_request_starts() -> None:
     assert executor.kv.used_blocks == held == 0
     assert executor.counters.deferred == 1
     executor.step()
-    # By now the first twin's own blocks are kept as well.
-    assert runner(executor).steps[-1] == {2: 6}
+    assert runner(executor).steps[-1] == {2: 54}
+    assert executor.counters.reused_tokens == 96 + 96
+
+
+def test_a_request_waits_for_the_step_that_computes_its_next_block() -> None:
+    """Of two prompts that go on alike behind what is kept, the second starts a step later and reuses the first's."""
+    executor = engine(None)
+    executor.submit(request(0, 100, first=7))
+    drain(executor)
+    for number in (1, 2):
+        executor.submit(request(number, 150, first=7))
+    executor.submit(request(3, 40))
+    executor.step()
+    executor.step()
+    assert runner(executor).steps[1:] == [{1: 54, 3: 40}, {2: 6}]
+    assert (executor.counters.skipped, executor.counters.deferred) == (1, 0)
     assert executor.counters.reused_tokens == 96 + 144
 
 

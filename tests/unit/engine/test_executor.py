@@ -20,7 +20,9 @@ END = 2
 
 
 def executor(blocks: int = 16, script: Callable[[Request], int] = lambda request: 7, **knobs: Any) -> Executor:
-    config = BudgetConfig(**{"max_seq_len": 256, "max_num_tokens": 64, "tokens_per_block": 4, **knobs})
+    config = BudgetConfig(
+        **{"max_seq_len": 256, "max_num_tokens": 64, "tokens_per_block": 4, "overlap": False, **knobs}
+    )
     return scripted_executor(config, blocks, script)
 
 
@@ -62,7 +64,7 @@ class Tracing:
         for name, manager in (("slot", engine.slots), ("kv", engine.kv)):
             for hook in ("prepare", "update", "free"):
                 self._watch(manager, hook, f"{hook} {name}")
-        self._watch(runner(engine), "step", "forward")
+        self._watch(runner(engine), "forward", "forward")
         engine.set_listener(lambda one: self.lines.append(f"token {one.id}"))
 
     def _watch(self, target: BaseResourceManager | ScriptedRunner, hook: str, label: str) -> None:
@@ -107,7 +109,7 @@ def test_counters_count_steps_and_tokens() -> None:
     counters = engine.counters
     assert (counters.steps, counters.prefill_tokens, counters.decode_tokens) == (4, 8, 2)
     assert (counters.failed_steps, counters.graph_eager) == (0, 4)
-    assert runner(engine).steps == [{0: 6}, {0: 2}, {0: 1}, {0: 1}]
+    assert runner(engine).steps == [{0: 4}, {0: 4}, {0: 1}, {0: 1}]
 
 
 # -- how requests end ---------------------------------------------------------------------------------------------
@@ -332,9 +334,8 @@ class Contents(ScriptedRunner):
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self.mixed_up: list[tuple[int, int]] = []
 
-    def step(self, batch: ScheduledBatch, sampler: Any) -> list[int]:
-        if self.faults:
-            raise self.faults.pop(0)
+    def forward(self, batch: ScheduledBatch) -> None:
+        super().forward(batch)
         kv = self.engine.kv
         for one in batch.requests:
             text, table = one.prompt_token_ids + one.output_token_ids, kv.block_table(one)
@@ -345,7 +346,6 @@ class Contents(ScriptedRunner):
                     self.slots[slot] = tuple(text[: position + 1])
                 if self.slots.get(slot) != tuple(text[: position + 1]):
                     self.mixed_up.append((one.id, position))
-        return [self.script(one) for one in [*batch.context_last, *batch.generation]]
 
 
 moves = st.lists(

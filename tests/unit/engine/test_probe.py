@@ -101,7 +101,7 @@ def test_dummies_that_fail_say_why(station: Station) -> None:
     def broken(*_: object) -> None:
         raise ValueError("in the middle")
 
-    executor.runner.step = broken  # type: ignore[method-assign, assignment]
+    executor.runner.forward = broken  # type: ignore[method-assign, assignment]
     with pytest.raises(RuntimeError, match="the profiling run failed: ValueError: in the middle") as failed:
         run_dummies(executor, [3, 4])
     assert isinstance(failed.value.__cause__, ValueError)

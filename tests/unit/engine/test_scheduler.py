@@ -11,8 +11,8 @@ pytest.importorskip("torch")
 from onebudget.config import BudgetConfig
 from onebudget.core import Request, RequestState, SamplingParams, ScheduledBatch
 from onebudget.devtools.scripted import scripted_executor
-from onebudget.engine.scheduler import Scheduler
 from onebudget.resources.kv.manager import blocks_to_completion
+from onebudget.scheduling import Scheduler
 
 BLOCK = 32
 
@@ -33,6 +33,7 @@ def ids(batch: ScheduledBatch) -> list[int]:
 
 def computed(scheduler: Scheduler, batch: ScheduledBatch) -> None:
     """Do what a step does to the requests of a batch; those with all their tokens leave."""
+    scheduler.begin(batch)
     for one in batch.requests:
         if one.state is RequestState.GENERATION:
             one.computed_tokens += 1
@@ -92,19 +93,30 @@ def test_a_waiting_request_can_leave() -> None:
 
 
 def test_generation_first_and_prompts_take_what_is_left() -> None:
-    queue = scheduler(100, max_num_tokens=40)
+    queue = scheduler(100, max_num_tokens=80)
     queue.add(request(0, 30, 8))
-    queue.add(request(1, 30, 8))
+    queue.add(request(1, 60, 8))
     batch = queue.schedule()
     assert [(one.id, one.chunk_tokens) for one in batch.context_last] == [(0, 30)]
-    assert [(one.id, one.chunk_tokens) for one in batch.context_chunking] == [(1, 10)]
+    assert [(one.id, one.chunk_tokens) for one in batch.context_chunking] == [(1, 32)]  # whole blocks of the 50 left
     computed(queue, batch)
-    queue.add(request(2, 30, 8))
+    queue.add(request(2, 70, 8))
     batch = queue.schedule()
     assert [one.id for one in batch.generation] == [0]
-    assert [(one.id, one.chunk_tokens) for one in batch.context_last] == [(1, 20)]
-    assert [(one.id, one.chunk_tokens) for one in batch.context_chunking] == [(2, 19)]
-    assert batch.tokens == 40
+    assert [(one.id, one.chunk_tokens) for one in batch.context_last] == [(1, 28)]
+    assert [(one.id, one.chunk_tokens) for one in batch.context_chunking] == [(2, 32)]
+    assert batch.tokens == 61
+
+
+def test_a_step_smaller_than_a_block_still_moves_its_first_prompt() -> None:
+    queue = scheduler(100, max_num_tokens=20)
+    queue.add(request(0, 50, 8))
+    queue.add(request(1, 50, 8))
+    batch = queue.schedule()
+    assert [(one.id, one.chunk_tokens) for one in batch.context] == [(0, 20)]
+    computed(queue, batch)
+    # The rest of the block that it began in ends on a boundary; the eight tokens left are no block for anybody.
+    assert [(one.id, one.chunk_tokens) for one in queue.schedule().context] == [(0, 12)]
 
 
 def test_without_chunks_a_prompt_waits_for_a_step_with_room() -> None:

@@ -1,0 +1,48 @@
+"""The plain loop: a step is through before the next one is scheduled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from onebudget.core import Request
+    from onebudget.scheduling.moments import Moments
+
+
+class PlainLoop:
+    """Schedule, prepare, forward, sample, append, free, update."""
+
+    def __init__(self, moments: Moments) -> None:
+        self._moments = moments
+
+    def step(self) -> list[Request]:
+        """One step; returns the requests that ended in it."""
+        moments = self._moments
+        batch = moments.schedule()
+        moments.settle(batch.paused)
+        ended: list[Request] = []
+        if moments.can_queue(batch):
+            try:
+                moments.prepare(batch)
+                output = moments.model.forward(batch, None)
+                sampled = moments.model.sample(batch, output)
+                tokens = moments.model.read(batch, sampled)
+            except Exception as error:
+                ended = moments.fail(batch, error)
+            else:
+                moments.launched(batch)
+                moments.take(batch, tokens)
+                ended = moments.let_go(batch)
+                moments.update(batch)
+        return moments.end_step(ended)
+
+    def in_flight(self, request: Request) -> bool:
+        """Whether a step that was launched still needs this request."""
+        return False
+
+    def drain(self) -> list[Request]:
+        """Process what was launched; returns the requests that ended with it."""
+        return []
+
+    def forget(self) -> None:
+        """Drop what was launched, without touching the device."""

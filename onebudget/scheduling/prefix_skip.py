@@ -1,0 +1,58 @@
+"""Put a request off for a step when the first block it would compute is just being computed by another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from onebudget.core import Request
+    from onebudget.scheduling.cache import SchedulableCache
+
+
+class PrefixSkip:
+    """Knows which first new blocks become reusable at the end of the coming step.
+
+    A request contributes in the steps that keep its blocks for reuse: its last chunk, or every chunk where the cache
+    commits chunk by chunk. So whoever waits, waits for a request that runs in this very step.
+    """
+
+    def __init__(self, kv: SchedulableCache) -> None:
+        self._key = getattr(kv, "first_new_block_key", lambda request: None)
+        self._per_chunk = bool(getattr(kv, "commits_per_chunk", False))
+        self._first_keys: dict[int, object] = {}
+        self._coming: set[object] = set()
+        self.skipped = 0
+
+    def begin_step(self) -> None:
+        self._coming.clear()
+
+    def started(self, request: Request) -> None:
+        """Remember what a request that starts is about to compute first."""
+        if not request.is_dummy:
+            key = self._key(request)
+            if key is not None:
+                self._first_keys[request.id] = key
+
+    def left(self, request: Request) -> None:
+        self._first_keys.pop(request.id, None)
+
+    def contributes(self, request: Request, *, is_last_chunk: bool) -> None:
+        """A request that runs in this step."""
+        if is_last_chunk or self._per_chunk:
+            key = self._first_keys.get(request.id)
+            if key is not None:
+                self._coming.add(key)
+
+    def announce(self, request: Request, *, is_last_chunk: bool) -> None:
+        """A waiting request that will start in this step, unless a filter takes it out."""
+        if is_last_chunk or self._per_chunk:
+            key = self._key(request)
+            if key is not None:
+                self._coming.add(key)
+
+    def puts_off(self, request: Request) -> bool:
+        """Whether this waiting request had better come a step later."""
+        if not self._coming or request.is_dummy or self._key(request) not in self._coming:
+            return False
+        self.skipped += 1
+        return True

@@ -29,6 +29,8 @@ TERM_NAMES = (
 )  # fmt: skip
 """Names that mean the same thing in every ledger. Owners of other kinds of memory may add their own."""
 
+_POOL_RANGE = ("low_bytes", "high_bytes", "low_tokens", "high_tokens", "basis")
+
 
 @dataclass(frozen=True, slots=True)
 class Term:
@@ -68,7 +70,11 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheLine:
-    """The KV pool. ``blocks * tokens_per_block`` may be a little below ``tokens``; the rest stays inside ``bytes``."""
+    """The KV pool. ``blocks * tokens_per_block`` may be a little below ``tokens``; the rest stays inside ``bytes``.
+
+    A planned pool is as uncertain as the terms beside it: ``low_*`` and ``high_*`` bound it, ``basis`` says how it is
+    known. All None where the figures are final.
+    """
 
     bytes: int = 0
     tokens: int = 0
@@ -78,6 +84,11 @@ class KVCacheLine:
     fixed_bytes: int = 0
     max_concurrency_at_max_seq_len: float = 0.0
     groups: tuple[KVGroup, ...] = ()
+    low_bytes: int | None = None
+    high_bytes: int | None = None
+    low_tokens: int | None = None
+    high_tokens: int | None = None
+    basis: Basis | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +218,14 @@ class Ledger:
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON document, with lists and plain values only; ``context_workspace`` only where there is one."""
+        """The JSON document, with lists and plain values only; ``context_workspace`` and the pool's range only where
+        there is one."""
         document = cast("dict[str, Any]", _adapter().dump_python(self, mode="json"))
         if self.context_workspace is None:
             del document["context_workspace"]
+        for key in _POOL_RANGE:
+            if document["kv_cache"][key] is None:
+                del document["kv_cache"][key]
         return document
 
     @classmethod

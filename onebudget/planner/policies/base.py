@@ -1,0 +1,107 @@
+"""What every sizing policy answers: where an engine puts the bytes of a card it was given.
+
+A policy knows its engine's versions: what its memory fraction is a fraction of, what the profiling run executes, what
+lives outside the budget, and how bytes become blocks and tokens. It takes facts and settings and returns a ``Ledger``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from onebudget.budget.ledger import Basis, Ledger
+
+if TYPE_CHECKING:
+    from datetime import date
+
+    from onebudget.planner.catalogue.gpus import GpuFacts
+    from onebudget.planner.source import ModelSource
+    from onebudget.planner.weights import ParallelLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """One question to a policy: this model, this card, these settings by the engine's own names.
+
+    ``engine_version`` None means the newest version known before ``as_of``, or the newest of all. ``total_bytes`` and
+    ``free_bytes`` override the facts of the GPU: what the driver reports as total, and what was free when the engine
+    started (other processes hold the difference, beyond the context). ``use`` says how the engine is started where
+    defaults depend on it: ``"server"`` or ``"offline"``.
+    """
+
+    model: ModelSource
+    gpu: GpuFacts
+    n_gpus: int
+    layout: ParallelLayout
+    engine_version: str | None = None
+    weights_dtype: str | None = None
+    kv_dtype: str | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+    as_of: date | None = None
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    use: str = "server"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Bytes that are not known exactly: the best guess, bounds that hold it nine times out of ten, and the formula."""
+
+    bytes: int
+    low_bytes: int
+    high_bytes: int
+    basis: Basis = "modelled"
+    why: str = ""
+
+    @classmethod
+    def exact(cls, nbytes: int, why: str = "", basis: Basis = "exact") -> Figure:
+        """A figure without a range."""
+        return cls(nbytes, nbytes, nbytes, basis, why)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileQuestion:
+    """What an engine's profiling run executes, as far as a dry run can repeat it.
+
+    ``tokens`` prompt tokens split evenly over ``sequences`` requests; ``logits_rows`` rows of logits; ``image_tokens``
+    tokens through the encoder (0: none).
+    """
+
+    tokens: int
+    sequences: int
+    logits_rows: int
+    image_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileFigures:
+    """What a dry run found for one question, per rank. None: the dry run does not know, so the policy's formula
+    stands."""
+
+    forward: Figure | None = None
+    logits: Figure | None = None
+    encoder: Figure | None = None
+
+
+class ProfileProvider(Protocol):
+    """Answers with figures of a dry run, or with what was found for the same question before."""
+
+    def __call__(self, request: PlanRequest, question: ProfileQuestion) -> ProfileFigures: ...
+
+
+class EnginePolicy(ABC):
+    """One engine. ``known_settings`` maps each setting's own name to one line about it; a setting under another name
+    is refused with near matches."""
+
+    name: ClassVar[str]
+    known_settings: ClassVar[Mapping[str, str]]
+
+    @abstractmethod
+    def plan(self, request: PlanRequest, profile: ProfileProvider | None = None) -> Ledger:
+        """The ledger of the rank that governs the pool.
+
+        A plan that does not fit comes back with ``fits`` False and the shortfall; it does not raise. Raises
+        ``ConfigError`` for settings, versions and layouts that contradict each other or the model.
+        """

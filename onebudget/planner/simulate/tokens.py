@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from onebudget.planner.simulate.traces import PREFIX_BLOCK_TOKENS, TraceRequest
 
@@ -38,9 +38,6 @@ class TokenArray(_Ints):
 
     def __radd__(self, other: Sequence[int]) -> TokenArray:
         return TokenArray(other) + self
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        return TokenArray, (self.tobytes(),)
 
 
 def own_token(number: int) -> int:

@@ -62,6 +62,8 @@ class KVGroup:
         self.blocks = BlockPool(store, near=near, far=far, counters=counters)
         self.sequences: dict[int, KVSequence] = {}
         self._slack = step_slack_blocks
+        self.set_aside_blocks = 0
+        """Held for good by padding dummies, so admission does not count on them."""
         self.peak_used_blocks = 0
         self._reserve_null_block()
 
@@ -78,7 +80,7 @@ class KVGroup:
     @property
     def capacity(self) -> BlocksTotal:
         """Blocks to admit against."""
-        return BlocksTotal(self.num_blocks - self._slack)
+        return BlocksTotal(self.num_blocks - self._slack - self.set_aside_blocks)
 
     @property
     def free_blocks(self) -> int:

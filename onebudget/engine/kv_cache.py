@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from onebudget.attention import backend_for
 from onebudget.budget.ranks import host_tier_bytes
-from onebudget.errors import AllocationError, BudgetError
+from onebudget.errors import AllocationError
 from onebudget.models.facts import KV_DTYPE_BYTES, kv_dtype_name
 from onebudget.resources.kv import division
 from onebudget.resources.kv.counters import KVCounters
@@ -62,7 +62,7 @@ def build_kv_cache(
     """``blocks``: of each group's pool, or one number for all of them. The manager of a probe has no tiers."""
     facts, dtype = station.model.facts, station.model.dtype
     layouts = layer_groups(facts, dtype, config)
-    counts = [blocks + (group.window_tokens is not None) for group in layouts] if isinstance(blocks, int) else blocks
+    counts = [blocks] * len(layouts) if isinstance(blocks, int) else blocks
     counters = KVCounters()
     with ExitStack() as undo:
         pools = []
@@ -76,7 +76,7 @@ def build_kv_cache(
                 pool,
                 layers=group.layers,
                 window_tokens=group.window_tokens,
-                step_slack_blocks=0 if probe_lengths else _checked_slack(group, pool.num_blocks, config),
+                step_slack_blocks=0 if probe_lengths else division.step_slack(group, pool.num_blocks, config),
                 near=tiers.near(pool) if tiers else None,
                 far=tiers.far(pool) if tiers else None,
                 counters=counters,
@@ -98,17 +98,6 @@ def build_kv_cache(
 def _layout(facts: ModelFacts, dtype: str, config: BudgetConfig, layers: int) -> KVLayout:
     parts = backend_for(facts).page_parts(facts)
     return KVLayout(layers, config.tokens_per_block, parts, kv_dtype_name(config.kv_cache_dtype, dtype))
-
-
-def _checked_slack(group: division.LayerGroup, blocks: int, config: BudgetConfig) -> int:
-    slack = division.step_slack(group, blocks, config)
-    if group.window_tokens is not None and blocks - 1 - slack < 1:
-        raise BudgetError(
-            f"The pool of the layers with a window of {group.window_tokens} tokens has {blocks} blocks of "
-            f"{config.tokens_per_block} tokens, too few for one request. Raise free_gpu_memory_fraction or the cap, or "
-            "give that window a larger part of pool_ratio."
-        )
-    return slack
 
 
 class _Tiers:

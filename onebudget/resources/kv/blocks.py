@@ -21,28 +21,26 @@ DEFAULT_OFFLOAD_THRESHOLD = 0
 
 @dataclass(slots=True)
 class Claim:
-    """A prefix somebody holds: its nodes, first to last. Parts of it may be below the device until it is onboarded."""
+    """A prefix somebody holds, by the node it ends in. Parts of it may be below the device until it is onboarded."""
 
-    nodes: list[Node]
-    root: Node
+    node: Node
 
-    @property
-    def node(self) -> Node:
-        """The node the holder ends in."""
-        return self.nodes[-1] if self.nodes else self.root
-
-    @property
-    def blocks(self) -> int:
-        return sum(len(node.blocks) for node in self.nodes)
-
-    @property
-    def missing(self) -> int:
-        """Blocks below the device."""
-        return sum(len(node.blocks) - node.device_end for node in self.nodes)
+    def nodes(self) -> list[Node]:
+        """First to last. Nodes may be split as long as they are held, so nobody keeps this."""
+        nodes: list[Node] = []
+        node = self.node
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
 
     def table(self) -> list[int]:
+        nodes = self.nodes()
+        if len(nodes) == 1:
+            return nodes[0].blocks[:]
         table: list[int] = []
-        for node in self.nodes:
+        for node in nodes:
             table += node.blocks
         return table
 
@@ -153,6 +151,8 @@ class BlockPool:
         if kept < len(blocks):
             self.cut(node, start + kept)
         node.device_end = start
+        if kept:
+            spill.near.order.append(node)
 
     def cut(self, node: Node, keep: int) -> None:
         """Drop a node's blocks from index ``keep`` on, and all nodes under it. Slots return to their tiers; device
@@ -193,7 +193,10 @@ class BlockPool:
     def release(self, node: Node) -> None:
         while True:
             node.held -= 1
-            if node.held or node.parent is None:
+            if node.held:
+                return
+            if node.parent is None:
+                self.tree.forget_root(node)
                 return
             self.tree.visited += 1
             if node.device_end:
@@ -205,14 +208,13 @@ class BlockPool:
 
     def claim(self, match: Match, root: Node) -> Claim:
         """Hold what was matched, until ``release(claim.node)``."""
-        nodes = match.nodes
+        node = match.nodes[-1] if match.nodes else root
         if match.tail is not None:
-            tail = match.tail
-            whole = match.tail_blocks == len(tail.blocks)
-            nodes = [*nodes, tail if whole else self._split(tail, match.tail_blocks)]
-        claim = Claim(nodes, root)
-        self.hold(claim.node)
-        return claim
+            node = match.tail
+            if match.tail_blocks < len(node.blocks):
+                node = self._split(node, match.tail_blocks)
+        self.hold(node)
+        return Claim(node)
 
     def _split(self, node: Node, count: int) -> Node:
         """The upper part, which the caller holds next."""
@@ -230,7 +232,7 @@ class BlockPool:
         if self.spill is None:
             return
         for claim in claims:
-            for node in claim.nodes:
+            for node in claim.nodes():
                 if node.device_end < len(node.blocks) and not self._bring_back(self.spill, node, claims):
                     break
 
@@ -241,27 +243,17 @@ class BlockPool:
         self.give_back(blocks[good:])
         if good == wanted:
             return True
-        lost = good < len(blocks)
-        rest = node
         if node.device_end:
             self._split(node, node.device_end)
+        assert node.parent is not None
         for claim in claims:
-            if rest in claim.nodes:
-                self._shorten(claim, rest)
-        if lost:
-            self.cut(rest, 0)
+            if node in claim.nodes():
+                held, claim.node = claim.node, node.parent
+                self.hold(claim.node)
+                self.release(held)
+        if good < len(blocks):  # its contents are lost, and nothing behind them can be reached
+            self.cut(node, 0)
         return False
-
-    def _shorten(self, claim: Claim, rest: Node) -> None:
-        """Let a claim end before ``rest``, which may have been split off just now."""
-        held, above = claim.node, rest.parent
-        assert above is not None
-        nodes = claim.nodes[: claim.nodes.index(rest)]
-        if above is not (nodes[-1] if nodes else claim.root):
-            nodes.append(above)
-        self.hold(above)
-        claim.nodes = nodes
-        self.release(held)
 
     def insert(
         self, node: Node, key: bytes, start: int, table: list[int], end: int, priority: int = DEFAULT_PRIORITY

@@ -10,8 +10,8 @@ from onebudget.budget.cost import CacheCost
 from onebudget.budget.ledger import KVGroup as LedgerGroup
 from onebudget.budget.slopes import windowed_cost
 from onebudget.budget.windows import configured_shares, plan_windows, window_blocks
+from onebudget.errors import BudgetError
 from onebudget.resources.kv.group import window_reach_blocks, window_slack_blocks
-from onebudget.units import ceil_div
 
 if TYPE_CHECKING:
     from onebudget.config import BudgetConfig
@@ -62,12 +62,18 @@ def is_plain(groups: Sequence[LayerGroup]) -> bool:
 
 
 def fixed_window_blocks(window_tokens: int, config: BudgetConfig) -> int:
-    """Blocks with which a windowed pool serves a full batch whatever its requests do: each its reach, once more for the
-    prompt pieces of a step, and the block that what falls out of the window is written to."""
-    size = config.tokens_per_block
-    reach = min(window_reach_blocks(window_tokens, size), config.blocks_per_max_request)
-    pieces = min(ceil_div(config.max_num_tokens, size) + config.max_batch_size, config.max_batch_size * reach)
-    return 1 + config.max_batch_size * reach + pieces
+    """Blocks with which a windowed pool serves a full batch whatever its requests do: the reach of each, and what the
+    prompt pieces of a step are written to."""
+    reach = min(window_reach_blocks(window_tokens, config.tokens_per_block), config.blocks_per_max_request)
+    return config.max_batch_size * reach + _slack(config)
+
+
+def _slack(config: BudgetConfig) -> int:
+    return window_slack_blocks(
+        tokens_per_block=config.tokens_per_block,
+        max_num_tokens=config.max_num_tokens,
+        max_batch_size=config.max_batch_size,
+    )
 
 
 def cache_cost(groups: Sequence[LayerGroup], config: BudgetConfig) -> CacheCost:
@@ -123,13 +129,16 @@ def ledger_groups(kv_bytes: int, groups: Sequence[LayerGroup], config: BudgetCon
 
 
 def step_slack(group: LayerGroup, blocks: int, config: BudgetConfig) -> int:
-    """Blocks of the group's pool that admission leaves to prompt pieces."""
+    """Blocks of the group's pool, which has ``blocks``, that admission leaves to prompt pieces. ``BudgetError`` when no
+    request of full length fits beside them."""
     if group.window_tokens is None:
         return 0
-    return window_slack_blocks(
-        blocks - 1,
-        window_tokens=group.window_tokens,
-        tokens_per_block=config.tokens_per_block,
-        max_num_tokens=config.max_num_tokens,
-        max_batch_size=config.max_batch_size,
-    )
+    slack = _slack(config)
+    reach = min(window_reach_blocks(group.window_tokens, config.tokens_per_block), config.blocks_per_max_request)
+    if blocks < slack + reach:
+        raise BudgetError(
+            f"The pool of the layers with a window of {group.window_tokens} tokens has {blocks} blocks of "
+            f"{config.tokens_per_block} tokens; one request takes {reach} and the prompt pieces of a step {slack}. "
+            "Lower max_num_tokens, raise free_gpu_memory_fraction, or give that window a larger part of pool_ratio."
+        )
+    return slack

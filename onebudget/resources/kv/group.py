@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from onebudget.errors import CapacityError
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from onebudget.resources.kv.store import KVStore
     from onebudget.resources.kv.tier import BlockTier
 
-NULL_BLOCK = 0
-"""What a table of a windowed group names where nothing is kept any more: a block of its own, written and never read."""
+RETURNED = 0
+"""What a table says where a block was given back; nobody reads it."""
 
 
 class KVSequence:
@@ -65,17 +66,11 @@ class KVGroup:
         self.set_aside_blocks = 0
         """Held for good by padding dummies, so admission does not count on them."""
         self.peak_used_blocks = 0
-        self._reserve_null_block()
-
-    def _reserve_null_block(self) -> None:
-        self._null_blocks = 0 if self.window_tokens is None else 1
-        if self._null_blocks:
-            assert self.blocks.take(1) == [NULL_BLOCK]
 
     @property
     def num_blocks(self) -> int:
         """Blocks that sequences can hold."""
-        return self.store.num_blocks - self._null_blocks
+        return self.store.num_blocks
 
     @property
     def capacity(self) -> BlocksTotal:
@@ -88,7 +83,7 @@ class KVGroup:
 
     @property
     def used_blocks(self) -> int:
-        return self.blocks.used_blocks - self._null_blocks
+        return self.blocks.used_blocks
 
     def note_peak(self) -> None:
         self.peak_used_blocks = max(self.peak_used_blocks, self.used_blocks)
@@ -113,16 +108,17 @@ class KVGroup:
         """Index of the first block that is still there."""
         return self.sequences[request.id].returned
 
-    def open(self, request_id: int, claim: Claim | None = None) -> KVSequence:
-        """A new sequence, of what was claimed or of nothing."""
-        if claim is None:
-            root = self.blocks.tree.root()
-            self.blocks.hold(root)
-            sequence = KVSequence([], root, 0)
-        else:
-            table = claim.table()
-            sequence = KVSequence(table, claim.node, len(table))
-        self.sequences[request_id] = sequence
+    def open(self, request_id: int, space: Hashable = None) -> KVSequence:
+        """A new sequence without blocks; ``space`` is that of its prefixes."""
+        root = self.blocks.tree.root(space)
+        self.blocks.hold(root)
+        sequence = self.sequences[request_id] = KVSequence([], root, 0)
+        return sequence
+
+    def open_claimed(self, request_id: int, claim: Claim) -> KVSequence:
+        """A new sequence of what was claimed."""
+        table = claim.table()
+        sequence = self.sequences[request_id] = KVSequence(table, claim.node, len(table))
         return sequence
 
     def open_pretender(self, request_id: int, tokens: int) -> None:
@@ -138,13 +134,8 @@ class KVGroup:
         blocks = ceil_div(tokens, self.tokens_per_block)
         if self.window_tokens is None:
             return BlocksDelta(max(0, blocks - held))
-        new = max(0, blocks - max(held, self.front_removed(tokens)))
-        return BlocksDelta(new - (len(self._leaving(sequence, cached)) if sequence else 0))
-
-    def _leaving(self, sequence: KVSequence, cached: int) -> list[int]:
-        """Blocks that fell out of the window by now."""
-        gone = sequence.table[sequence.returned : self.front_removed(cached)]
-        return [block for block in gone if block != NULL_BLOCK]
+        leaving = self.front_removed(cached) - sequence.returned if sequence else 0
+        return BlocksDelta(max(0, blocks - held) - max(0, min(leaving, held)))
 
     def grow(self, sequence: KVSequence, request: Request, tokens: int) -> None:
         """Have a place for ``tokens``. ``CapacityError`` with nothing changed when there are too few blocks."""
@@ -166,46 +157,37 @@ class KVGroup:
             )
         if self.window_tokens is not None:
             self._return_front(sequence, request.computed_tokens)
-            # What leaves the window inside this step is written to the null block: nobody reads it from there.
-            passing = min(wanted, self.front_removed(tokens) - len(sequence.table))
-            if passing > 0:
-                sequence.table += [NULL_BLOCK] * passing
-                wanted -= passing
         if wanted > 0:
             sequence.table += self.blocks.take(wanted)
 
     def _return_front(self, sequence: KVSequence, cached: int) -> None:
         first = min(self.front_removed(cached), len(sequence.table))
         if first > sequence.returned:
-            self.blocks.give_back(self._leaving(sequence, cached))
-            sequence.table[sequence.returned : first] = [NULL_BLOCK] * (first - sequence.returned)
+            self.blocks.give_back(sequence.table[sequence.returned : first])
+            sequence.table[sequence.returned : first] = [RETURNED] * (first - sequence.returned)
             sequence.returned = first
 
     def shrink(self, sequence: KVSequence, tokens: int) -> None:
         """Give back private blocks behind the first ``tokens``."""
         keep = max(ceil_div(tokens, self.tokens_per_block), sequence.stored, sequence.returned)
         if not sequence.pretends and keep < len(sequence.table):
-            self.blocks.give_back([block for block in sequence.table[keep:] if not self._is_null(block)])
+            self.blocks.give_back(sequence.table[keep:])
             del sequence.table[keep:]
-
-    def _is_null(self, block: int) -> bool:
-        return self._null_blocks > 0 and block == NULL_BLOCK
 
     def private_blocks(self, sequence: KVSequence) -> list[int]:
         """Blocks that nobody else knows, each once."""
         if sequence.pretends:
             return sequence.table[:1]
-        private = sequence.table[max(sequence.stored, sequence.returned) :]
-        return private if not self._null_blocks else [block for block in private if block != NULL_BLOCK]
+        return sequence.table[max(sequence.stored, sequence.returned) :]
 
     def kept_blocks(self, sequence: KVSequence) -> list[int]:
         """Blocks of a sequence that hold something, shared ones too, first to last."""
-        return [block for block in sequence.table[sequence.returned :] if not self._is_null(block)]
+        return sequence.table[sequence.returned :]
 
-    def reopen(self, request_id: int, blocks: list[int], returned: int, table_length: int) -> None:
-        """A sequence that was away stands on other blocks now; what it kept were the last of its table."""
-        sequence = self.open(request_id)
-        sequence.table = [NULL_BLOCK] * (table_length - len(blocks)) + blocks
+    def reopen(self, request_id: int, blocks: list[int], returned: int, space: Hashable = None) -> None:
+        """A sequence that was away stands on other blocks now, behind those it had returned."""
+        sequence = self.open(request_id, space)
+        sequence.table = [RETURNED] * returned + blocks
         sequence.returned = returned
 
     def close(self, request_id: int) -> None:
@@ -221,15 +203,7 @@ def window_reach_blocks(window_tokens: int, tokens_per_block: int) -> int:
     return ceil_div(window_tokens - 1, tokens_per_block) + 1
 
 
-def window_slack_blocks(
-    blocks: int, *, window_tokens: int, tokens_per_block: int, max_num_tokens: int, max_batch_size: int
-) -> int:
-    """Blocks of a windowed pool of ``blocks`` that admission leaves alone.
-
-    A prompt piece is written beside the window it reads, so for one step its request holds more than its reach. All
-    pieces of a step together write ``max_num_tokens``; or each at most its reach once more. Whichever lets more in.
-    """
-    reach = window_reach_blocks(window_tokens, tokens_per_block)
-    together = min(blocks, ceil_div(max_num_tokens, tokens_per_block) + max_batch_size)
-    each = blocks - blocks // (2 * reach) * reach
-    return min(together, each)
+def window_slack_blocks(*, tokens_per_block: int, max_num_tokens: int, max_batch_size: int) -> int:
+    """Blocks of a windowed pool that admission leaves alone: prompt pieces are written beside the windows they read,
+    and what falls out of a window returns a step later."""
+    return ceil_div(max_num_tokens, tokens_per_block) + max_batch_size

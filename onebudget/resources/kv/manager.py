@@ -233,7 +233,7 @@ class KVCacheManager(BaseResourceManager):
                 claims[request.id] = self._claim(request)
             else:
                 for group in self.groups:
-                    group.open(request.id)
+                    group.open(request.id, self._keys.space(request))
         if claims:
             self.groups[0].blocks.onboard(list(claims.values()))
         return [self._open(request, claims.get(request.id)) for request in requests]
@@ -248,7 +248,7 @@ class KVCacheManager(BaseResourceManager):
         """Tokens the request begins behind."""
         if claim is None:
             return request.pretended_tokens
-        sequence = self.groups[0].open(request.id, claim)
+        sequence = self.groups[0].open_claimed(request.id, claim)
         reused = len(sequence.table)
         self._first_new[request.id] = reused
         tokens = reused * self.tokens_per_block
@@ -332,7 +332,7 @@ class KVCacheManager(BaseResourceManager):
         if not self._has_room(request, tokens):
             return False
         for group in self.groups:
-            sequence = group.sequences.get(request.id) or group.open(request.id)
+            sequence = group.sequences.get(request.id) or group.open(request.id, self._keys.space(request))
             group.grow(sequence, request, tokens)
         return True
 

@@ -36,6 +36,7 @@ class PrefixTree:
     def __init__(self, tokens_per_block: int) -> None:
         self.block_bytes = tokens_per_block * TOKEN_BYTES
         self._roots: dict[Hashable, Node] = {}
+        self._spaces: dict[Node, Hashable] = {}
         self.visited = 0
 
     def root(self, space: Hashable = None) -> Node:
@@ -43,19 +44,21 @@ class PrefixTree:
         root = self._roots.get(space)
         if root is None:
             root = self._roots[space] = Node(None, b"", [], 0)
+            if space is not None:
+                self._spaces[root] = space
         return root
 
-    def forget_root(self, space: Hashable) -> None:
-        """Drop a root nothing hangs under, so that spaces of the past cost nothing."""
-        root = self._roots.get(space)
-        if space is not None and root is not None and not root.children:
-            del self._roots[space]
+    def forget_root(self, root: Node) -> None:
+        """Drop a root that nobody holds and nothing hangs under, so that spaces of the past cost nothing."""
+        if not root.children and not root.held and root in self._spaces:
+            del self._roots[self._spaces.pop(root)]
 
     def roots(self) -> list[Node]:
         return list(self._roots.values())
 
     def clear(self) -> None:
         self._roots.clear()
+        self._spaces.clear()
 
     def match(self, node: Node, key: bytes, end: int, start: int = 0) -> Match:
         """The longest way down from ``node`` along ``key[start:end]``; both are whole blocks."""
@@ -117,8 +120,11 @@ class PrefixTree:
         return upper
 
     def unlink(self, node: Node) -> None:
-        assert node.parent is not None
-        del node.parent.children[node.key[: self.block_bytes]]
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key[: self.block_bytes]]
+        if parent.parent is None:
+            self.forget_root(parent)
 
     def partial(self, match: Match, root: Node, key: bytes, end: int) -> tuple[Node, int, int] | None:
         """``(node, index of its block, tokens)`` of a device block behind the match that shares its first tokens.

@@ -89,7 +89,7 @@ class Spill:
 
     def take_over(self, node: Node, start: int, blocks: list[int]) -> int:
         """Keep device blocks, which are those of ``node`` from ``start`` to its ``device_end``; returns how many, from
-        the first on, found a slot."""
+        the first on, found a slot. The caller lists the node."""
         self._make_room(len(blocks))
         count = min(len(blocks), self.near.free_slots)
         if count == 0:
@@ -99,7 +99,6 @@ class Spill:
             self.near.stop(slots)
             return 0
         node.blocks[start : start + count] = slots
-        self.near.order.append(node)
         self._counters.offloaded += count
         if not self.near.tier.in_memory:
             self._counters.disk_written += count

@@ -22,7 +22,6 @@ class _Parked:
 
     slots: list[list[int]]
     returned: list[int]
-    table_length: list[int]
 
 
 class KVCacheManagerV2(KVCacheManager):
@@ -44,7 +43,7 @@ class KVCacheManagerV2(KVCacheManager):
         """Move a sequence to the near tier; False, with nothing changed, when that has no room."""
         if request.id in self._parked or any(request.id not in group.sequences for group in self.groups):
             return False
-        parked = _Parked([], [], [])
+        parked = _Parked([], [])
         for group in self.groups:
             sequence = group.sequences[request.id]
             slots = None if sequence.pretends or group.blocks.spill is None else self._park(group, request)
@@ -53,7 +52,6 @@ class KVCacheManagerV2(KVCacheManager):
                 return False
             parked.slots.append(slots)
             parked.returned.append(sequence.returned)
-            parked.table_length.append(len(sequence.table))
         self._store(request)
         for group in self.groups:
             group.close(request.id)
@@ -82,15 +80,15 @@ class KVCacheManagerV2(KVCacheManager):
             slots = parked.slots[number]
             blocks = group.blocks.take(len(slots))
             group.blocks.spill.unpark(slots, blocks)
-            group.reopen(request.id, blocks, parked.returned[number], parked.table_length[number])
+            group.reopen(request.id, blocks, parked.returned[number], self._keys.space(request))
         del self._parked[request.id]
         self.counters.resumed += 1
         return True
 
     def _may_resume(self, request: Request, parked: _Parked) -> bool:
         ahead = ceil_div(request.computed_tokens + 1 + self._extra, self.tokens_per_block)
-        for group, slots, table in zip(self.groups, parked.slots, parked.table_length, strict=True):
-            needed = len(slots) + max(0, ahead - table)
+        for group, slots, returned in zip(self.groups, parked.slots, parked.returned, strict=True):
+            needed = len(slots) + max(0, ahead - returned - len(slots))
             if needed > group.free_blocks:
                 return False
             used = group.used_blocks + needed

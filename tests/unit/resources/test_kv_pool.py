@@ -70,7 +70,7 @@ def test_blocks_nobody_wrote_are_cleared(device: Device) -> None:
     one.clear_fresh([1, 3])
     assert [bool(torch.isnan(one.parts[2][1].blocks[block]).any()) for block in range(5)] == [True, False] * 2 + [True]
     one.parts[0][0].blocks[1] = 5.0
-    one.clear_fresh(range(0, 1))
+    one.clear_fresh(range(1))
     assert one.parts[0][0].blocks[:2].unique().tolist() == [0.0, 5.0]
 
 

@@ -6,7 +6,7 @@ import logging
 import traceback
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +103,7 @@ class Executor:
         self.stopped: str | None = None
         self._context_limit = ContextLimit(config.max_num_tokens, config.tokens_per_block)
         self._cancelled: set[int] = set()
+        self._drained: list[Request] = []
         self._moments = Moments(
             self.scheduler,
             self.resources,
@@ -142,11 +143,19 @@ class Executor:
             return
         self._cancelled.add(request.id)
         if all(one.finished for one in (*self.scheduler.running, *self.scheduler.waiting)):
-            self._loop.drain()
-            self._cancelled.clear()
+            self.drain()
+
+    def drain(self) -> None:
+        """Process the step in flight, so that what it computed counts; who ends with it is returned by ``step``."""
+        self._drained += [request for request in self._loop.drain() if request.id not in self._cancelled]
+        self._cancelled.clear()
 
     def step(self) -> list[Request]:
-        """One step; returns the requests that ended in it."""
+        """One step; returns the requests that ended in it, and those that a ``drain`` before it ended."""
+        drained, self._drained = self._drained, []
+        return drained + self._step()
+
+    def _step(self) -> list[Request]:
         if self.stopped is not None:
             return self._end_all(self.stopped)
         self._moments.scheduled = 0
@@ -159,7 +168,7 @@ class Executor:
     @contextmanager
     def plain_steps(self) -> Iterator[None]:
         """Inside, every step is through when ``step`` returns: profiles see the shapes they mean to."""
-        self._loop.drain()
+        self.drain()
         before, self._loop = self._loop, PlainLoop(self._moments)
         try:
             yield
@@ -278,6 +287,9 @@ class Executor:
 
     def shutdown(self) -> None:
         """Release managers, scratch and inputs. Requests still inside are cancelled."""
+        if self.stopped is None:
+            with suppress(Exception):
+                self.drain()
         self._loop.forget()
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self._end(request, "cancelled")

@@ -243,6 +243,8 @@ class LLM:
 
     def _end(self, sessions: list[Session], executor: Executor, tokenizer: Any) -> None:
         """Cancel what is unfinished, write the texts, forget the sessions. Safe to call again, and after ``close``."""
+        if self._engine is not None and not all(session.request.finished for session in sessions):
+            executor.drain()
         for session in sessions:
             executor.cancel(session.request)
             session.settle(tokenizer)

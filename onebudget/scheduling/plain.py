@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from onebudget.core import Request
+    from onebudget.core import Request, ScheduledBatch
     from onebudget.scheduling.moments import Moments
 
 
@@ -23,10 +24,7 @@ class PlainLoop:
         ended: list[Request] = []
         if moments.can_queue(batch):
             try:
-                moments.prepare(batch)
-                output = moments.model.forward(batch, None)
-                sampled = moments.model.sample(batch, output)
-                tokens = moments.model.read(batch, sampled)
+                tokens = self._compute(batch)
             except Exception as error:
                 ended = moments.fail(batch, error)
             else:
@@ -35,6 +33,13 @@ class PlainLoop:
                 ended = moments.let_go(batch)
                 moments.update(batch)
         return moments.end_step(ended)
+
+    def _compute(self, batch: ScheduledBatch) -> Sequence[int]:
+        # In a function of its own: an error must not keep the output alive in the frame that handles it.
+        model = self._moments.model
+        self._moments.prepare(batch)
+        sampled = model.sample(batch, model.forward(batch, None))
+        return model.read(batch, sampled)
 
     def in_flight(self, request: Request) -> bool:
         """Whether a step that was launched still needs this request."""

@@ -346,7 +346,7 @@ def test_interrupted_speaks_of_the_last_call(llm: LLM, monkeypatch: pytest.Monke
 def test_a_failed_step_fails_its_requests_and_the_next_call_works(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = llm.engine.executor.runner
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "step", lambda *_: 1 / 0)
+        patch.setattr(runner, "forward", lambda *_: 1 / 0)
         outputs = llm.generate(["a", "b"], GREEDY)
     assert [output.finish_reason for output in outputs] == ["error", "error"]
     assert outputs[0].error == "ZeroDivisionError: division by zero"
@@ -361,7 +361,7 @@ def test_a_failure_in_the_middle_of_a_step_leaves_nothing_behind(
     live = llm.engine.station.device.sample().alloc_live
     executor = llm.engine.executor
     module = llm.engine.station.model.module
-    target, name = (module.model, "forward") if place == "forward" else (executor.sampler, "sample")
+    target, name = (module.model, "forward") if place == "forward" else (executor.sampler, "launch")
     original, calls = getattr(target, name), iter(range(100))
 
     def failing(*args: Any, **kwargs: Any) -> Any:

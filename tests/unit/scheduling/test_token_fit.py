@@ -89,12 +89,10 @@ def test_media_that_attend_both_ways_stay_whole() -> None:
     assert (plain.chunk_tokens, pictured.chunk_tokens) == (32, 64)
 
 
-chunks = st.lists(
-    st.tuples(st.integers(0, 200), st.integers(1, 300), st.integers(0, 200), st.integers(0, 3)), max_size=6
-)
+pieces_of_contexts = st.tuples(st.integers(0, 200), st.integers(1, 300), st.integers(0, 200), st.integers(0, 3))
 
 
-@given(chunks, st.integers(0, 12), st.integers(1, 400), st.sampled_from([1, 8, 32]))
+@given(st.lists(pieces_of_contexts, max_size=6), st.integers(0, 12), st.integers(1, 400), st.sampled_from([1, 8, 32]))
 def test_membership_blocks_and_tokens(
     pieces: list[tuple[int, int, int, int]], generation: int, max_tokens: int, size: int
 ) -> None:

@@ -77,6 +77,7 @@ def build_kv_cache(
                 layers=group.layers,
                 window_tokens=group.window_tokens,
                 step_slack_blocks=0 if probe_lengths else division.step_slack(group, pool.num_blocks, config),
+                serves_any_batch=division.serves_any_batch(group, config) and not probe_lengths,
                 near=tiers.near(pool) if tiers else None,
                 far=tiers.far(pool) if tiers else None,
                 counters=counters,

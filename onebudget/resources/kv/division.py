@@ -68,6 +68,11 @@ def fixed_window_blocks(window_tokens: int, config: BudgetConfig) -> int:
     return config.max_batch_size * reach + _slack(config)
 
 
+def serves_any_batch(group: LayerGroup, config: BudgetConfig) -> bool:
+    """Whether the group's pool is one of ``fixed_window_blocks``."""
+    return group.window_tokens is not None and config.kv_cache_manager == "v2" and config.pool_ratio is None
+
+
 def _slack(config: BudgetConfig) -> int:
     return window_slack_blocks(
         tokens_per_block=config.tokens_per_block,
@@ -99,7 +104,7 @@ def divide_blocks(kv_bytes: int, groups: Sequence[LayerGroup], config: BudgetCon
     size = config.tokens_per_block
     if is_plain(groups):
         return (kv_bytes // groups[0].bytes_per_token // size,)
-    if config.kv_cache_manager == "v2" and config.pool_ratio is None:
+    if any(serves_any_batch(group, config) for group in groups):
         cost = cache_cost(groups, config)
         full = cost.tokens_for_budget(kv_bytes) // size
         return tuple(

@@ -43,7 +43,8 @@ class KVSequence:
 
 class KVGroup:
     """``window_tokens`` None: its layers attend to everything. ``step_slack_blocks``: blocks of a windowed group that
-    admission leaves alone, for what a step's prompt pieces hold beside the windows they read."""
+    admission leaves alone, for what a step's prompt pieces hold beside the windows they read. ``serves_any_batch``: the
+    pool has room for whatever a full batch does, so nobody has to count its blocks."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class KVGroup:
         layers: Sequence[int] = (),
         window_tokens: int | None = None,
         step_slack_blocks: int = 0,
+        serves_any_batch: bool = False,
         near: BlockTier | None = None,
         far: BlockTier | None = None,
         counters: KVCounters | None = None,
@@ -62,6 +64,7 @@ class KVGroup:
         self.tokens_per_block = store.tokens_per_block
         self.blocks = BlockPool(store, near=near, far=far, counters=counters)
         self.sequences: dict[int, KVSequence] = {}
+        self.serves_any_batch = serves_any_batch
         self._slack = step_slack_blocks
         self.set_aside_blocks = 0
         """Held for good by padding dummies, so admission does not count on them."""
@@ -156,11 +159,14 @@ class KVGroup:
                 free=self.free_blocks,
             )
         if self.window_tokens is not None:
-            self._return_front(sequence, request.computed_tokens)
+            self.return_front(sequence, request.computed_tokens)
         if wanted > 0:
             sequence.table += self.blocks.take(wanted)
 
-    def _return_front(self, sequence: KVSequence, cached: int) -> None:
+    def return_front(self, sequence: KVSequence, cached: int) -> None:
+        """Give back the blocks that fell out of the window behind ``cached`` tokens."""
+        if sequence.pretends:
+            return
         first = min(self.front_removed(cached), len(sequence.table))
         if first > sequence.returned:
             self.blocks.give_back(sequence.table[sequence.returned : first])

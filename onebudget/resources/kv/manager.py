@@ -72,6 +72,8 @@ class KVCacheManager(BaseResourceManager):
         self.groups = _as_groups(groups, self.counters)
         self.tokens_per_block = self.groups[0].tokens_per_block
         self._only = self.groups[0] if len(self.groups) == 1 else None
+        self._counted = [group for group in self.groups if not group.serves_any_batch] or [self.groups[0]]
+        self._windowed = [group for group in self.groups if group.window_tokens is not None]
         full = [group for group in self.groups if group.window_tokens is None]
         self._unit = full[0] if full else max(self.groups, key=lambda group: group.capacity)
         self._probe_lengths = probe_lengths
@@ -130,7 +132,7 @@ class KVCacheManager(BaseResourceManager):
         """Blocks that every pool can give: no sequence takes more of one than of the one that attends to all."""
         if self._only is not None:
             return self._only.blocks.free_blocks
-        return min(group.free_blocks for group in self.groups)
+        return min(group.free_blocks for group in self._counted)
 
     @property
     def used_blocks(self) -> int:
@@ -159,7 +161,12 @@ class KVCacheManager(BaseResourceManager):
         if self._only is not None:
             return blocks[0]
         most = self.max_resource_count()
-        return max(ceil_div(count * most, group.capacity) for count, group in zip(blocks, self.groups, strict=True))
+        shares = [
+            ceil_div(count * most, max(1, group.capacity))
+            for count, group in zip(blocks, self.groups, strict=True)
+            if group in self._counted
+        ]
+        return max(shares)
 
     def kv_block_budget_applies(self) -> bool:
         """Exact for full attention alone: whoever can't tell exactly must not refuse."""
@@ -285,8 +292,11 @@ class KVCacheManager(BaseResourceManager):
     # Hooks
 
     def prepare(self, batch: ScheduledBatch) -> None:
-        """Begin requests that are new, and have a place for every token of the step. ``CapacityError`` names the first
-        request that finds none; what the others got stays theirs."""
+        """Return what left its window, begin requests that are new, and have a place for every token of the step.
+
+        ``CapacityError`` names the first request that finds none; what the others got stays theirs.
+        """
+        self._return_fronts(batch)
         sequences = self.groups[0].sequences
         new = [request for request in batch.context if request.id not in sequences]
         if new:
@@ -298,6 +308,13 @@ class KVCacheManager(BaseResourceManager):
         else:
             for group in self.groups:
                 self._prepare_group(group, batch, ahead)
+
+    def _return_fronts(self, batch: ScheduledBatch) -> None:
+        for group in self._windowed:
+            for request in batch.requests:
+                sequence = group.sequences.get(request.id)
+                if sequence is not None:
+                    group.return_front(sequence, request.computed_tokens)
 
     def _begin_in_batch(self, requests: Sequence[Request]) -> None:
         """A last chunk stays one whatever was reused; others keep their length."""
@@ -343,7 +360,9 @@ class KVCacheManager(BaseResourceManager):
         )
 
     def update(self, batch: ScheduledBatch, attn_meta: object = None, kv_elem_bytes: int | None = None) -> None:
-        """Take rejected drafts back, and keep the blocks of prompts that are computed altogether."""
+        """Take rejected drafts and what left its window back, and keep the blocks of prompts that are computed
+        altogether."""
+        self._return_fronts(batch)
         for request in batch.generation:
             if request.rewind_tokens:
                 self._rewind(request)

@@ -40,4 +40,16 @@ class SchedulableCache(Protocol):
         """What identifies the contents of the first block that this waiting request would compute."""
         ...
 
+    def growth(self, request: Request, tokens: int) -> int:
+        """Blocks the request lacks to have a place for ``tokens`` in all."""
+        ...
+
     def free(self, request: Request) -> object: ...
+
+    def suspend(self, request: Request) -> bool:
+        """Keep a sequence outside the device; False where that is impossible, with nothing changed."""
+        ...
+
+    def resume(self, request: Request) -> bool:
+        """Bring a suspended sequence back; False where there is no room now."""
+        ...

@@ -142,20 +142,17 @@ class MaxUtilization(CapacityPolicy):
 
     def _least(self, request: Request) -> int:
         """Blocks a running request must get to make progress in the coming steps."""
-        size = self._kv.tokens_per_block
         position = request.computed_tokens
         if request.state is RequestState.GENERATION:
-            tokens = request.step_tokens + self._lookahead - 1
-            return -(-(position + tokens) // size) - -(-position // size)
+            return self._kv.growth(request, position + request.step_tokens + self._lookahead - 1)
+        size = self._kv.tokens_per_block
         least = min(request.remaining_prompt_tokens, size - position % size)
         return self._blocks(request, position, least)
 
     def _blocks(self, request: Request, position: int, tokens: int) -> int:
         """Blocks to take for ``tokens`` from ``position`` on. Those of a prefix that nobody holds count as free until
         the request begins."""
-        size = self._kv.tokens_per_block
-        held = ceil_div(position, size) if request.begun else 0
-        return ceil_div(position + tokens + self._lookahead - 1, size) - held
+        return self._kv.growth(request, position + tokens + self._lookahead - 1)
 
     def room(self, request: Request, position: int) -> int:
         size = self._kv.tokens_per_block

@@ -17,7 +17,7 @@ class PrefixSkip:
     """
 
     def __init__(self, kv: SchedulableCache) -> None:
-        self._key = getattr(kv, "first_new_block_key", lambda request: None)
+        self._key = kv.first_new_block_key
         self._per_chunk = bool(getattr(kv, "commits_per_chunk", False))
         self._first_keys: dict[int, object] = {}
         self._coming: set[object] = set()

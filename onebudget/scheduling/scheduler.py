@@ -141,18 +141,14 @@ class Scheduler:
         first = [request for request in batch.context if not request.begun]
         if not first:
             return
-        for request, cached in zip(first, self._begin_all(first), strict=True):
-            was_last = request.is_last_chunk
+        ends = [request.is_last_chunk for request in first]
+        for request, cached, was_last in zip(first, self._kv.begin_all(first), ends, strict=True):
             request.begun = True
             request.computed_tokens = cached
             remaining = request.remaining_prompt_tokens
             request.chunk_tokens = remaining if was_last else min(request.chunk_tokens, remaining)
             self.reused_tokens += 0 if request.is_dummy else cached
         batch.rebin()
-
-    def _begin_all(self, first: list[Request]) -> Sequence[int]:
-        begin_all = getattr(self._kv, "begin_all", None)
-        return begin_all(first) if begin_all else [self._kv.begin(request) for request in first]  # type: ignore[attr-defined]
 
     def _pieces(self, tokens_left: int) -> list[Piece]:
         """Context pieces that fit in the step's tokens, seats and blocks, in order; nothing is started yet."""
@@ -242,11 +238,8 @@ class Scheduler:
 
     def _pause(self, request: Request, batch: ScheduledBatch) -> None:
         """Give a running request's blocks back, or move them off the device; it is the first to start again."""
-        suspend = getattr(self._kv, "suspend", None)
-        if self._is_v2 and suspend is not None and request.begun:
-            suspend(request)
-            request.suspended = True
-        else:
+        request.suspended = request.begun and self._kv.suspend(request)
+        if not request.suspended:
             self._kv.free(request)
         self.running.remove(request)
         self._leave(request)
@@ -271,7 +264,7 @@ class Scheduler:
             is_generating = request.computed_tokens >= request.context_tokens
             if len(batch.generation) >= self._max_num_tokens or self._seated >= self._capacity:
                 return
-            if not self._policy.resumes(request) or not self._kv.resume(request):  # type: ignore[attr-defined]
+            if not self._policy.resumes(request) or not self._kv.resume(request):
                 return
             self.waiting.popleft()
             request.suspended = False

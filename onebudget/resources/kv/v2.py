@@ -91,8 +91,8 @@ class KVCacheManagerV2(KVCacheManager):
             needed = len(slots) + max(0, ahead - returned - len(slots))
             if needed > group.free_blocks:
                 return False
-            used = group.used_blocks + needed
-            if group.sequences and used > group.num_blocks * self.max_util_for_resume:
+            others = group.used_blocks - group.set_aside_blocks
+            if others > 0 and others + needed > group.num_blocks * self.max_util_for_resume:
                 return False
         return True
 

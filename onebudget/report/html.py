@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from importlib import resources
 from typing import Any
 
 from onebudget.report.chart import chart_html
@@ -13,41 +12,30 @@ from onebudget.report.context_cap import EXPLANATION, cap_points
 from onebudget.report.context_cap_chart import cap_chart_html
 from onebudget.report.palette import colour_of
 from onebudget.report.segments import Document, Segment, cap_value, has_measurement, kv_sentence, segments_of, subject
+from onebudget.report.shell import resource, section, shell
 from onebudget.report.tables import HOW_MEASURED, change_sentence, run_lines, signed
 from onebudget.units import format_bytes
 
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 _CURVE_POINTS = 64
 
 
 def page(document: Document) -> str:
     """The whole page as text, plotly's source included (about 5 MB)."""
-    from plotly.offline import get_plotlyjs
-
     segments, measured = segments_of(document), has_measurement(document)
     sections = [
         _picture(segments, measured=measured),
-        _section("Shares of the card", _ledger_table(segments, measured=measured)),
-        _section("Caps on the KV cache", _caps_table(document.get("caps", ()))),
-        _section("KV cache against prompts at once", _cap_curve(document)),
-        _section("Warnings and notes", _remarks(document)),
-        _section("Run", "".join(f"<p>{escape(line)}</p>" for line in run_lines(document))),
-        _section("Requests", _requests(document.get("requests", ()))),
+        section("Shares of the card", _ledger_table(segments, measured=measured)),
+        section("Caps on the KV cache", _caps_table(document.get("caps", ()))),
+        section("KV cache against prompts at once", _cap_curve(document)),
+        section("Warnings and notes", _remarks(document)),
+        section("Run", "".join(f"<p>{escape(line)}</p>" for line in run_lines(document))),
+        section("Requests", _requests(document.get("requests", ()))),
     ]
-    title = escape(f"Memory budget: {subject(document)}")
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{_resource('page.css')}</style><script>{get_plotlyjs()}</script></head>\n"
-        f"<body><main>{_head(document)}{''.join(sections)}</main>"
+    after = (
         f'<script type="application/json" id="shares">{_shares_json(segments)}</script>'
-        f"<script>{_resource('page.js')}</script></body></html>\n"
+        f"<script>{resource('page.js')}</script>"
     )
-
-
-def _resource(name: str) -> str:
-    return resources.files("onebudget.report").joinpath(name).read_text(encoding="utf-8")
+    return shell(f"Memory budget: {subject(document)}", f"{_head(document)}{''.join(sections)}", after)
 
 
 def _head(document: Document) -> str:
@@ -71,15 +59,11 @@ def _picture(segments: Sequence[Segment], *, measured: bool) -> str:
     hint = "Point at a share, or tap it here or in the table, to see where its bytes come from."
     chips = "".join(f'<button class="chip">{_swatch(segment)}</button>' for segment in segments)
     detail = f'<div id="detail" aria-live="polite"><span class="dim">{hint}</span></div>'
-    return _section("The card", f'{chart_html(segments, measured=measured)}<div class="legend">{chips}</div>{detail}')
+    return section("The card", f'{chart_html(segments, measured=measured)}<div class="legend">{chips}</div>{detail}')
 
 
 def _swatch(segment: Segment) -> str:
     return f'<span class="swatch" style="background:{colour_of(segment.name)}"></span>{escape(segment.name)}'
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{title}</h2>{body}</section>" if body else ""
 
 
 def _ledger_table(segments: Sequence[Segment], *, measured: bool) -> str:

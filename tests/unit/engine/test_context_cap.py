@@ -17,7 +17,6 @@ from onebudget.devtools.scripted import ScriptedRunner, scripted_executor
 from onebudget.engine import assembly
 from onebudget.engine.executor import Executor
 from onebudget.errors import CapacityError, ConfigError
-from onebudget.resources import KVCacheManager
 
 BLOCK = 16
 GREEDY = SamplingParams(temperature=0)
@@ -228,11 +227,13 @@ def caps(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """The caps that managers were made with, in order."""
     seen: list[int | None] = []
 
+    original = assembly.build_kv_cache
+
     def noted(*args: Any, **kwargs: Any) -> Any:
         seen.append(kwargs.get("attended_tokens_cap"))
-        return KVCacheManager(*args, **kwargs)
+        return original(*args, **kwargs)
 
-    monkeypatch.setattr(assembly, "KVCacheManager", noted)
+    monkeypatch.setattr(assembly, "build_kv_cache", noted)
     return seen
 
 

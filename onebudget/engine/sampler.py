@@ -37,7 +37,7 @@ class Sampler:
     """
 
     def __init__(self, seed: int | None = None, store: PenaltyStore | None = None) -> None:
-        self._seeds = random.Random(seed)
+        self._seed = random.Random(seed).getrandbits(64)
         self._generators: dict[int, random.Random] = {}
         self._store = store
 
@@ -143,7 +143,8 @@ class Sampler:
         generator = self._generators.get(request.id)
         if generator is None:
             seed = request.params.seed
-            generator = random.Random(self._seeds.getrandbits(64) if seed is None else seed)
+            # By number, not by turn: who samples first depends on who found what in the cache.
+            generator = random.Random(f"{self._seed}/{request.id}" if seed is None else seed)
             self._generators[request.id] = generator
         return generator.random()
 

@@ -19,7 +19,7 @@ class PrefixKeys:
     """
 
     def __init__(self) -> None:
-        self._prompts: dict[int, bytes] = {}
+        self._prompts: dict[int, tuple[list[int], bytes]] = {}
         self._media: dict[tuple[int, str], int] = {}
 
     @staticmethod
@@ -30,9 +30,10 @@ class PrefixKeys:
 
     def of(self, request: Request, tokens: int) -> bytes:
         """At least the first ``tokens`` tokens of prompt and answer."""
-        key = self._prompts.get(request.id)
-        if key is None:
-            key = self._prompts[request.id] = self._prompt(request)
+        known = self._prompts.get(request.id)
+        if known is None or known[0] is not request.prompt_token_ids:
+            known = self._prompts[request.id] = request.prompt_token_ids, self._prompt(request)
+        key = known[1]
         answered = tokens - request.prompt_tokens
         return key if answered <= 0 else key + token_bytes(request.output_token_ids[:answered])
 

@@ -55,17 +55,24 @@ def command(function: Command) -> Callable[..., None]:
     return reshaped
 
 
-def engine_knobs(function: Command) -> Command:
-    """Give a command every knob of the engine as an option; only the knobs that were given reach it, checked."""
+def knobs_from(table: Mapping[str, Knob]) -> Callable[[Command], Command]:
+    """Give a command every knob of ``table`` as an option; only the knobs that were given reach it, checked."""
 
-    def with_knobs(**given: Any) -> int:
-        texts = {name: given.pop(name) for name in ENGINE_KNOBS}
-        knobs = {name: ENGINE_KNOBS[name].clean(name, text) for name, text in texts.items() if text is not None}
-        return function(knobs=knobs, **given)
+    def decorate(function: Command) -> Command:
+        def with_knobs(**given: Any) -> int:
+            texts = {name: given.pop(name) for name in table}
+            knobs = {name: table[name].clean(name, text) for name, text in texts.items() if text is not None}
+            return function(knobs=knobs, **given)
 
-    options = {name: knob_option(name, knob) for name, knob in ENGINE_KNOBS.items()}
-    reshaped: Command = _reshape(function, with_knobs, "knobs", options)
-    return reshaped
+        options = {name: knob_option(name, knob) for name, knob in table.items()}
+        reshaped: Command = _reshape(function, with_knobs, "knobs", options)
+        return reshaped
+
+    return decorate
+
+
+engine_knobs = knobs_from(ENGINE_KNOBS)
+"""Give a command every knob of the engine."""
 
 
 def knob_option(name: str, knob: Knob) -> tuple[Any, None]:

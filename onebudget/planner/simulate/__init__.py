@@ -1,6 +1,7 @@
 """Replay a request trace through the real scheduler and managers on a card that exists only as books."""
 
 from onebudget.planner.simulate.books import CountedPool
+from onebudget.planner.simulate.card import StepLoad, load_of_ledger, pools_of_ledger, roofline
 from onebudget.planner.simulate.clock import RooflineClock, StepClock, StepWork
 from onebudget.planner.simulate.result import SimulationResult
 from onebudget.planner.simulate.run import Simulation, simulate
@@ -14,13 +15,17 @@ __all__ = [
     "Simulation",
     "SimulationResult",
     "StepClock",
+    "StepLoad",
     "StepWork",
     "SyntheticLoad",
     "TableClock",
     "Trace",
     "TraceRequest",
+    "load_of_ledger",
+    "pools_of_ledger",
     "read_step_table",
     "read_trace",
+    "roofline",
     "simulate",
     "synthetic_trace",
     "write_trace",

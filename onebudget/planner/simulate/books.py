@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from onebudget.errors import ConfigError
 from onebudget.resources.kv.counters import KVCounters
-from onebudget.resources.kv.group import KVGroup, window_slack_blocks
+from onebudget.resources.kv.division import LayerGroup, step_slack
+from onebudget.resources.kv.group import KVGroup
 from onebudget.resources.kv.manager import KVCacheManager
 from onebudget.resources.kv.store import CountedStore
 from onebudget.resources.kv.tier import CountedTier
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CountedPool:
-    """One pool of the KV cache: its blocks, the window of its layers (None: they attend to everything), and how many
-    evicted blocks host memory takes."""
+    """One pool of the KV cache: its blocks, the window of its layers (None: they attend to everything), and what those
+    layers cache of one token, which only tiers below the device ask for."""
 
     blocks: int
     window_tokens: int | None = None
-    host_blocks: int = 0
+    bytes_per_token: int = 0
 
 
 def counted_kv_manager(
@@ -35,7 +36,7 @@ def counted_kv_manager(
     if not pools or any(pool.blocks < 1 for pool in pools):
         raise ConfigError.for_field("kv_blocks", [pool.blocks for pool in pools], "at least 1 block per pool")
     counters = KVCounters()
-    groups = [_group(pool, config, counters) for pool in pools]
+    groups = [_group(pool, pools, config, counters) for pool in pools]
     settings = {
         "reuse": config.enable_block_reuse,
         "partial_reuse": False,
@@ -47,20 +48,37 @@ def counted_kv_manager(
     return KVCacheManager(groups, **settings)  # type: ignore[arg-type]
 
 
-def _group(pool: CountedPool, config: BudgetConfig, counters: KVCounters) -> KVGroup:
-    slack = 0
-    if pool.window_tokens is not None:
-        slack = window_slack_blocks(
-            pool.blocks,
-            window_tokens=pool.window_tokens,
-            tokens_per_block=config.tokens_per_block,
-            max_num_tokens=config.max_num_tokens,
-            max_batch_size=config.max_batch_size,
-        )
+def _group(pool: CountedPool, pools: Sequence[CountedPool], config: BudgetConfig, counters: KVCounters) -> KVGroup:
+    layers = LayerGroup(pool.window_tokens, (), pool.bytes_per_token)
+    near, far, *_ = [
+        *_tier("host", config.host_cache_bytes, pool, pools, config),
+        *_tier("disk", config.disk_cache_bytes, pool, pools, config),
+        None,
+        None,
+    ]
     return KVGroup(
-        CountedStore(pool.blocks, config.tokens_per_block),
+        CountedStore(pool.blocks, config.tokens_per_block, pool.bytes_per_token * config.tokens_per_block),
         window_tokens=pool.window_tokens,
-        step_slack_blocks=slack,
-        near=CountedTier("host", pool.host_blocks) if pool.host_blocks else None,
+        step_slack_blocks=step_slack(layers, pool.blocks, config),
+        near=near,
+        far=far,
         counters=counters,
     )
+
+
+def _tier(
+    name: str, tier_bytes: int, pool: CountedPool, pools: Sequence[CountedPool], config: BudgetConfig
+) -> list[CountedTier]:
+    """The pool's share of a tier by bytes; nothing where that is no block."""
+    if not tier_bytes:
+        return []
+    if any(one.bytes_per_token < 1 for one in pools):
+        raise ConfigError(
+            f"{name}_cache_bytes = {tier_bytes} can't be counted in blocks: bytes per token of the KV cache are not "
+            "known. Give --kv-bytes-per-token, or a ledger with --plan.",
+            field=f"{name}_cache_bytes",
+            value=tier_bytes,
+        )
+    total = sum(one.blocks * one.bytes_per_token for one in pools)
+    slots = tier_bytes * pool.blocks // (total * config.tokens_per_block)
+    return [CountedTier(name, slots, in_memory=name == "host")] if slots else []

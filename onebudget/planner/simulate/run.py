@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 
 STATED_KNOBS = (
     "max_seq_len", "max_batch_size", "max_num_tokens", "tokens_per_block", "kv_cache_manager", "enable_block_reuse",
-    "enable_chunked_prefill", "scheduler_policy", "batch_wait", "overlap",
+    "enable_chunked_prefill", "scheduler_policy", "batch_wait", "overlap", "max_util_for_resume", "host_cache_bytes",
+    "disk_cache_bytes",
 )  # fmt: skip
 UNKNOWN_ANSWERS = "Answers are taken to differ from everything else: only prompts are found in the cache."
 NO_PREFIXES = "The trace names no prefixes: nothing is reused between requests."
+COPIES_ARE_FREE = "Copies between the device and the tiers below it take no virtual time."
 
 
 def simulate(
@@ -44,13 +46,14 @@ def simulate(
     config: BudgetConfig | None = None,
     tokens_per_block: int | None = None,
     attended_tokens_cap: int | None = None,
+    notes: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> SimulationResult:
     """Serve the whole trace and say what came of it.
 
     ``kv_blocks``: blocks of the one pool, or a pool per attention window. ``config`` are the knobs of the engine; left
     out, its defaults with a ``max_seq_len`` that takes the longest request. ``tokens_per_block`` overrides that of the
-    config. Requests that can never run are refused and counted, as at submission.
+    config. Requests that can never run are refused and counted, as at submission. ``notes`` stand in the result.
     """
     config = config or BudgetConfig(max_seq_len=max(1, trace.longest_tokens))
     if tokens_per_block is not None:
@@ -62,7 +65,7 @@ def simulate(
     with (progress or SilentProgress()).stage("requests", len(trace.requests)) as stage:
         while not simulation.done:
             stage.advance(simulation.advance())
-    return simulation.result()
+    return simulation.result(notes)
 
 
 class Simulation:
@@ -209,7 +212,7 @@ class Simulation:
 
     # -- what came of it ----------------------------------------------------------------------------------------
 
-    def result(self) -> SimulationResult:
+    def result(self, notes: Sequence[str] = ()) -> SimulationResult:
         end_s = max(self._recorded_s, self.card.now_s)
         return SimulationResult(
             trace=self._trace.name,
@@ -229,7 +232,7 @@ class Simulation:
             timeline=self._timeline.points(end_s),
             clock=self._clock.stated(),
             settings={name: getattr(self._config, name) for name in STATED_KNOBS},
-            notes=self._notes(),
+            notes=(*self._notes(), *notes),
         )
 
     def _steps(self) -> StepCounts:
@@ -260,7 +263,8 @@ class Simulation:
 
     def _notes(self) -> tuple[str, ...]:
         prefixes = any(request.prefix_ids is not None for request in self._trace.requests)
-        return (UNKNOWN_ANSWERS if prefixes else NO_PREFIXES,)
+        tiers = self._config.host_cache_bytes or self._config.disk_cache_bytes
+        return UNKNOWN_ANSWERS if prefixes else NO_PREFIXES, *((COPIES_ARE_FREE,) if tiers else ())
 
 
 _PARAMS = SamplingParams(max_tokens=1, ignore_eos=True)

@@ -1,0 +1,164 @@
+"""``onebudget simulate``: a request trace through the real scheduler and managers, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onebudget.cli.boundary import ANSWER_IS_NO, DONE
+from onebudget.cli.options import command, knobs_from
+from onebudget.cli.output import Output, write_text
+from onebudget.cli.reports import check_report_path
+from onebudget.config import KNOBS, BudgetConfig
+from onebudget.errors import ConfigError
+from onebudget.units import parse_bytes
+
+if TYPE_CHECKING:
+    from onebudget.budget.ledger import Ledger
+    from onebudget.planner.simulate import CountedPool, SimulationResult, StepClock, StepLoad, Trace
+
+HELP = "Replay a request trace through the scheduler and the cache managers, on a card that exists only as books."
+SIMULATED_KNOBS = (
+    "max_seq_len", "max_batch_size", "max_num_tokens", "tokens_per_block", "kv_cache_manager", "enable_block_reuse",
+    "enable_chunked_prefill", "scheduler_policy", "batch_wait", "overlap", "max_util_for_resume", "host_cache_bytes",
+    "disk_cache_bytes",
+)  # fmt: skip
+SYNTHETIC = "synthetic"
+
+
+@command
+@knobs_from({name: KNOBS[name] for name in SIMULATED_KNOBS})
+def simulate(
+    trace: Annotated[
+        str, typer.Argument(help="CSV or JSON lines of requests, or the word synthetic.", metavar="TRACE")
+    ],
+    *,
+    plan: Annotated[Path | None, typer.Option(help="Ledger whose KV cache serves the requests.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model to plan for, with --gpu, where there is no ledger.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Card of the catalogue: its rates, and its plan with --model.")
+    ] = None,
+    kv_blocks: Annotated[int | None, typer.Option(help="Blocks of the KV cache, instead of a plan's.", min=1)] = None,
+    step_times: Annotated[
+        Path | None, typer.Option(help="Measured seconds of steps: CSV or JSON of tokens, seconds, perhaps batch.")
+    ] = None,
+    weights: Annotated[str | None, typer.Option(help="Size of the weights a step reads.", metavar="SIZE")] = None,
+    parameters: Annotated[int | None, typer.Option(help="Weights that one token meets.", min=1)] = None,
+    kv_bytes_per_token: Annotated[int | None, typer.Option(help="KV cache of one token.", min=1)] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Bytes per second of the card's memory, like 3352GB.", metavar="SIZE")
+    ] = None,
+    tflops: Annotated[float | None, typer.Option(help="10^12 operations per second of the card.")] = None,
+    rate: Annotated[float, typer.Option(help="Requests per second as a multiple of the trace's.")] = 1.0,
+    limit: Annotated[int | None, typer.Option(help="Take only the first requests.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Of a synthetic trace.", min=0)] = 0,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML page about the simulation.")] = None,
+    knobs: Mapping[str, Any],
+    output: Output,
+) -> int:
+    """Serve a trace and say what came of it."""
+    from onebudget.planner.simulate import StepLoad, simulate
+    from onebudget.progress import open_progress
+
+    check_report_path(report)
+    requests = _trace(trace, limit=limit, seed=seed).at_rate(rate)
+    config = _config(knobs, requests)
+    given = StepLoad(
+        gpu=gpu or "custom",
+        weight_bytes=_size("--weights", weights),
+        parameters=parameters,
+        kv_bytes_per_token=kv_bytes_per_token,
+        bandwidth_bytes_per_s=_size("--bandwidth", bandwidth),
+        peak_flops=None if tflops is None else tflops * 1e12,
+    )
+    ledger = _ledger(plan, model, gpu, config)
+    pools = _pools(kv_blocks, ledger, given, config)
+    clock, assumed = _clock(step_times, ledger, given)
+    cap = ledger.admission.attended_tokens_cap if ledger is not None else None
+    result = simulate(
+        requests,
+        kv_blocks=pools,
+        clock=clock,
+        config=config,
+        attended_tokens_cap=cap,
+        notes=assumed,
+        progress=open_progress(quiet=output.quiet),
+    )
+    _present(result, report, output)
+    return ANSWER_IS_NO if result.requests.refused or result.requests.failed else DONE
+
+
+def _trace(name: str, *, limit: int | None, seed: int) -> Trace:
+    from onebudget.planner.simulate import SyntheticLoad, read_trace, synthetic_trace
+
+    if name == SYNTHETIC:
+        return synthetic_trace(seed, SyntheticLoad() if limit is None else SyntheticLoad(requests=limit))
+    return read_trace(Path(name), limit=limit)
+
+
+def _config(knobs: Mapping[str, Any], requests: Trace) -> BudgetConfig:
+    """The knobs that were given; ``max_seq_len`` takes the longest request unless it was."""
+    return BudgetConfig(**{"max_seq_len": requests.longest_tokens, **knobs})
+
+
+def _size(option: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError.for_field(option, text, "a size such as 16GB") from error
+
+
+def _ledger(plan: Path | None, model: str | None, gpu: str | None, config: BudgetConfig) -> Ledger | None:
+    from onebudget.budget.ledger import Ledger
+    from onebudget.report.document import read_document
+
+    if plan is not None:
+        if model is not None:
+            raise ConfigError("--plan and --model can't go together: a ledger is of one model.", field="--model")
+        return Ledger.from_dict(read_document(plan))
+    return None
+
+
+def _pools(
+    kv_blocks: int | None, ledger: Ledger | None, given: StepLoad, config: BudgetConfig
+) -> tuple[CountedPool, ...]:
+    from onebudget.planner.simulate import CountedPool, pools_of_ledger
+
+    if kv_blocks is not None:
+        per_token = given.kv_bytes_per_token or (ledger.kv_cache.bytes_per_token if ledger is not None else 0)
+        return (CountedPool(kv_blocks, None, per_token),)
+    if ledger is None:
+        raise ConfigError(
+            "How many blocks the KV cache has is not known: give a ledger with --plan, --model and --gpu, or "
+            "--kv-blocks.",
+            field="--kv-blocks",
+        )
+    return pools_of_ledger(ledger, config)
+
+
+def _clock(step_times: Path | None, ledger: Ledger | None, given: StepLoad) -> tuple[StepClock, tuple[str, ...]]:
+    from onebudget.planner.simulate import StepLoad, load_of_ledger, read_step_table, roofline
+
+    if step_times is not None:
+        return read_step_table(step_times), ()
+    known = StepLoad() if ledger is None else load_of_ledger(ledger)
+    return roofline(known.beneath(given))
+
+
+def _present(result: SimulationResult, report: Path | None, output: Output) -> None:
+    document = result.to_dict()
+    output.document(document)
+    if output.for_people:
+        from onebudget.report.simulation import simulation_view
+
+        output.show(*simulation_view(document))
+    if report is not None:
+        from onebudget.report.simulation_page import simulation_page
+
+        write_text(report, simulation_page(document))
+        output.show(f"report: {report.absolute()}")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from onebudget.errors import RequestError
-from onebudget.resources.kv.manager import blocks_to_completion
+from onebudget.resources.base import ResourceKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from onebudget.config import BudgetConfig
-    from onebudget.core import SamplingParams
+    from onebudget.core import Request, SamplingParams
 
 
 def admitted_new_tokens(
@@ -20,7 +20,6 @@ def admitted_new_tokens(
     *,
     config: BudgetConfig,
     vocab_size: int,
-    pool_blocks: int,
 ) -> int:
     """New tokens this request may get: ``max_tokens``, cut so that its cached tokens stay within ``max_seq_len``.
 
@@ -48,12 +47,24 @@ def admitted_new_tokens(
             f"the prompt has {length:,} tokens, a step computes at most max_num_tokens = {config.max_num_tokens:,}, "
             "and chunked prefill is off: switch it on or raise max_num_tokens."
         )
-    new_tokens = min(params.max_tokens, config.max_seq_len - length + 1)
-    needed = blocks_to_completion(length, new_tokens, config.tokens_per_block)
-    if needed > pool_blocks:
+    return min(params.max_tokens, config.max_seq_len - length + 1)
+
+
+def refuse_what_never_fits(
+    request: Request, budgets: Iterable[tuple[ResourceKind, int, int]], config: BudgetConfig
+) -> None:
+    """``RequestError`` with the numbers when a pool that can tell needs more blocks for the request than it has.
+
+    ``budgets`` are ``(kind, required, capacity)`` as the managers give them.
+    """
+    for kind, required, capacity in budgets:
+        if required <= capacity:
+            continue
+        name = "KV" if kind is ResourceKind.KV else kind.value
+        beams = f", {config.max_beam_width} beams" if config.max_beam_width > 1 else ""
+        room = max(0, capacity * config.tokens_per_block - request.prompt_tokens)
         raise RequestError(
-            f"the request needs {needed} KV blocks to completion ({length:,} prompt and {new_tokens:,} new tokens in "
-            f"blocks of {config.tokens_per_block}) and the pool has {pool_blocks}: ask for at most "
-            f"{max(0, pool_blocks * config.tokens_per_block - length):,} new tokens, or give the cache more memory."
+            f"the request needs {required} {name} blocks to completion ({request.prompt_tokens:,} prompt and "
+            f"{request.max_new_tokens:,} new tokens in blocks of {config.tokens_per_block}{beams}) and the pool has "
+            f"{capacity}: ask for at most {room:,} new tokens, or give the cache more memory."
         )
-    return new_tokens

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from onebudget.config import DEFAULT_HOST_MEMORY_BYTES, KNOBS, UNBUILT_KNOBS, BudgetConfig, resolve_environment
 from onebudget.core import Request, RequestOutput, SamplingParams
 from onebudget.device import open_device
-from onebudget.engine.admission import admitted_new_tokens
+from onebudget.engine.admission import admitted_new_tokens, refuse_what_never_fits
 from onebudget.engine.build import Engine, build_engine
 from onebudget.engine.measured import measured_terms
 from onebudget.engine.prompts import Message, Prompt, as_prompts, tokenize
@@ -293,8 +293,8 @@ class LLM:
                 params,
                 config=self.config,
                 vocab_size=self.engine.station.model.facts.vocab_size,
-                pool_blocks=executor.kv.max_resource_count(),
             )
+            refuse_what_never_fits(request, executor.resources.block_budgets(request), self.config)
         except RequestError as refused:
             request.finish("refused", str(refused))
             return session

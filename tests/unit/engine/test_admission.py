@@ -6,10 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("torch")
+
 from onebudget.config import BudgetConfig
-from onebudget.core import SamplingParams
-from onebudget.engine.admission import admitted_new_tokens
+from onebudget.core import Request, SamplingParams
+from onebudget.devtools.scripted import scripted_executor
+from onebudget.engine.admission import admitted_new_tokens, refuse_what_never_fits
 from onebudget.errors import RequestError
+from onebudget.resources import KVCacheManager, ResourceKind, ResourceManager
+from onebudget.resources.kv.store import CountedStore
 
 VOCABULARY = 100
 
@@ -17,9 +22,12 @@ VOCABULARY = 100
 def admit(prompt: int | list[int], max_tokens: int = 16, pool_blocks: int = 100, **knobs: Any) -> int:
     config = BudgetConfig(**{"max_seq_len": 64, "max_num_tokens": 32, "tokens_per_block": 8, **knobs})
     ids = [1] * prompt if isinstance(prompt, int) else prompt
-    return admitted_new_tokens(
-        ids, SamplingParams(max_tokens=max_tokens), config=config, vocab_size=VOCABULARY, pool_blocks=pool_blocks
-    )
+    params = SamplingParams(max_tokens=max_tokens)
+    new_tokens = admitted_new_tokens(ids, params, config=config, vocab_size=VOCABULARY)
+    kv = KVCacheManager(CountedStore(pool_blocks, config.tokens_per_block))
+    request = Request(0, ids, params, max_new_tokens=new_tokens)
+    refuse_what_never_fits(request, ResourceManager({ResourceKind.KV: kv}).block_budgets(request), config)
+    return new_tokens
 
 
 @pytest.mark.parametrize(
@@ -78,3 +86,28 @@ def test_a_request_of_max_seq_len_runs_where_the_ledger_says_one_fits() -> None:
     assert admit(63, 1, pool_blocks=64 // 8) == 1
     with pytest.raises(RequestError, match="needs 9 KV blocks"):
         admit(64, 1, pool_blocks=64 // 8)
+
+
+@given(prompt=st.integers(1, 64), new=st.integers(1, 60), pool=st.integers(1, 12))
+def test_who_is_refused_needs_more_than_there_is_and_who_is_not_completes(prompt: int, new: int, pool: int) -> None:
+    config = BudgetConfig(max_seq_len=128, max_num_tokens=64, tokens_per_block=8)
+    engine = scripted_executor(config, pool)
+    request = Request(0, [1] * prompt, SamplingParams(), max_new_tokens=new)
+    budgets = engine.resources.block_budgets(request)
+    try:
+        refuse_what_never_fits(request, budgets, config)
+    except RequestError:
+        assert budgets[0][1] > budgets[0][2] == pool
+        assert engine.kv.free_blocks == pool and engine.slots.free_slots == config.max_batch_size
+        return
+    engine.submit(request)
+    while engine.has_work:
+        engine.step()
+    assert request.finish_reason == "length"
+
+
+def test_beams_and_other_pools_are_named() -> None:
+    config = BudgetConfig(max_seq_len=128, max_num_tokens=64, tokens_per_block=8)
+    request = Request(0, [1] * 9, SamplingParams(), max_new_tokens=3)
+    with pytest.raises(RequestError, match=r"needs 7 cross_kv blocks .*\(9 prompt and 3 new tokens.* pool has 6"):
+        refuse_what_never_fits(request, [(ResourceKind.KV, 2, 6), (ResourceKind.CROSS_KV, 7, 6)], config)

@@ -12,7 +12,6 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-import time
 import types
 from array import array
 from collections.abc import Callable, Sequence
@@ -20,10 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kv_stream import BLOCK_TOKENS, Stream
-
-Round = Callable[[], tuple[float, int]]
-"""One timed round: its seconds, set-up left out, and the operations in them."""
+from kv_stream import BLOCK_TOKENS, Round, Stream, timed
 
 
 def vllm_rounds(stream: Stream, num_blocks: int) -> dict[str, Round]:
@@ -222,12 +218,6 @@ class SglangRounds:
             "tree: match + insert, half shared": self.match_insert,
             "tree: evict 64 blocks, 1,000 leaves": self.evict,
         }
-
-
-def timed(run: Callable[[], object], operations: int) -> tuple[float, int]:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started, operations
 
 
 class NoAllocator:

@@ -1,10 +1,14 @@
-"""The requests that every contender of ``kv_manager.py`` serves: token ids, nothing else."""
+"""The requests that every contender of ``kv_manager.py`` serves, as token ids, and how a round of them is timed."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 BLOCK_TOKENS = 16
+Round = Callable[[], tuple[float, int]]
+"""One timed round: its seconds, set-up left out, and the operations in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +44,9 @@ def make_stream(requests: int = 200) -> Stream:
 def unique_prompt(number: int, tokens: int = 1024, *, start: int = 0) -> list[int]:
     first = start + number * tokens
     return list(range(first, first + tokens))
+
+
+def timed(run: Callable[[], object], operations: int) -> tuple[float, int]:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started, operations

@@ -43,6 +43,8 @@ class AttentionBackend(ABC):
         """``groups``: the cache, see ``page_groups``. ``dtype``: torch's name of the computing dtype."""
         self._pages = LayerPages(groups)
         self._scratch = scratch
+        self.kv_written = False
+        """Whether a layer of the step in hand may have written to the cache; cleared by whoever begins a step."""
 
     @classmethod
     def workspace_bytes_per_token(cls, model: ModelFacts, element_bytes: int) -> int:

@@ -41,7 +41,9 @@ def paged_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
     latent = hasattr(module, "expand_kv")
-    output = current_backend.get().forward(
+    backend = current_backend.get()
+    backend.kv_written = True
+    output = backend.forward(
         layer,
         query,
         key,

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from onebudget.errors import UseAfterFreeError as UseAfterFreeError
     from onebudget.resources.base import BaseResourceManager as BaseResourceManager
     from onebudget.resources.kv.manager import KVCacheManager as KVCacheManager
+    from onebudget.resources.kv.v2 import KVCacheManagerV2 as KVCacheManagerV2
     from onebudget.resources.manager import ResourceManager as ResourceManager
 
 # Imported on first use, so that planning works where torch is not installed.
@@ -64,6 +65,7 @@ _HOMES = {
     "Device": "device.base",
     "DeviceError": "errors",
     "KVCacheManager": "resources.kv.manager",
+    "KVCacheManagerV2": "resources.kv.v2",
     "LLM": "engine.llm",
     "LateAllocation": "budget.late",
     "Ledger": "budget.ledger",

@@ -273,14 +273,15 @@ class Executor:
         if stage == "model":
             return [model.weights]
         workspace = [*self.runner.workspace_buffers, *self.sampler.buffers]
-        return [self.kv.pool.buffer] if stage == "kv_cache" else workspace
+        return [pool.buffer for pool in self.kv.pools] if stage == "kv_cache" else workspace
 
     def rebuild(self, stage: str, stages: Stages) -> None:
         """New memory for a stage whose memory was lost; only for stages that lose their contents anyway."""
         if stage == "kv_cache":
-            self.kv.pool.release()
-            with stages.open("kv_cache"):
-                self.kv.pool.allocate()
+            for pool in self.kv.pools:
+                pool.release()
+                with stages.open("kv_cache"):
+                    pool.allocate()
         else:
             self.runner.rebuild_workspace(stages)
             self.sampler.rebuild()

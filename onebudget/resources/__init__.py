@@ -2,6 +2,7 @@
 
 from onebudget.resources.base import BaseResourceManager, ResourceKind
 from onebudget.resources.kv.manager import KVCacheManager
+from onebudget.resources.kv.v2 import KVCacheManagerV2
 from onebudget.resources.manager import ResourceManager
 from onebudget.resources.slots import SequenceSlotManager
 from onebudget.resources.units import BlocksDelta, BlocksTotal
@@ -11,6 +12,7 @@ __all__ = [
     "BlocksDelta",
     "BlocksTotal",
     "KVCacheManager",
+    "KVCacheManagerV2",
     "ResourceKind",
     "ResourceManager",
     "SequenceSlotManager",

@@ -12,12 +12,18 @@ from onebudget.units import ceil_div
 
 if TYPE_CHECKING:
     from onebudget.core import Request, ScheduledBatch
+    from onebudget.resources.kv.group import KVGroup
+    from onebudget.resources.kv.store import KVStore
 
 logger = logging.getLogger(__name__)
 
 
 class CrossKVCacheManager(KVCacheManager):
-    """Blocks for the encoder's tokens, all taken with the first chunk, for one beam; they never grow."""
+    """Blocks for the encoder's tokens, all taken with the first chunk, for one beam; they never grow, and nothing is
+    reused: an encoder's output has no text to find it by."""
+
+    def __init__(self, groups: KVStore | KVGroup) -> None:
+        super().__init__(groups)
 
     def needed_to_completion(self, request: Request) -> BlocksTotal:
         if request.pretended_tokens or request.encoder_tokens is None:
@@ -47,7 +53,4 @@ class CrossKVCacheManager(KVCacheManager):
         group.note_peak()
 
     def update(self, batch: ScheduledBatch, attn_meta: object = None, kv_elem_bytes: int | None = None) -> None:
-        """Nothing to settle: an encoder's output has no text to find it by."""
-
-    def _store(self, request: Request) -> None:
-        """Never kept for reuse."""
+        """Nothing to settle."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from onebudget.core import Request, RequestState, SamplingParams
-from onebudget.errors import CapacityError, ConfigError, StateError
+from onebudget.core import Request, RequestState
+from onebudget.errors import ConfigError, StateError
 from onebudget.resources.base import BaseResourceManager
 from onebudget.resources.kv.counters import KVCounters
 from onebudget.resources.kv.counting import blocks_to_completion
-from onebudget.resources.kv.group import KVGroup, KVSequence
-from onebudget.resources.kv.keys import PrefixKeys
-from onebudget.resources.kv.node import DEFAULT_PRIORITY, TOKEN_BYTES
+from onebudget.resources.kv.dummies import add_dummies
+from onebudget.resources.kv.group import KVGroup
+from onebudget.resources.kv.reuse import PrefixReuse
 from onebudget.resources.units import BlocksDelta, BlocksTotal
 from onebudget.units import ceil_div
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from onebudget.resources.kv.store import KVStore
 
 __all__ = ["KVCacheManager", "blocks_to_completion"]
-
-DUMMY_TOKEN_ID = 1  # token 0 is the padding of many models, and may give no numbers
 
 
 @dataclass(slots=True)
@@ -78,15 +76,16 @@ class KVCacheManager(BaseResourceManager):
         self._unit = full[0] if full else max(self.groups, key=lambda group: group.capacity)
         self._probe_lengths = probe_lengths
         self.attended_tokens_cap = attended_tokens_cap
-        self._reuse = reuse and self._only is not None and self._only.window_tokens is None
-        self._partial = partial_reuse
+        self._prefixes = PrefixReuse(
+            self.groups[0],
+            enabled=reuse and self._only is not None and self._only.window_tokens is None,
+            partial=partial_reuse,
+            counters=self.counters,
+        )
         self._extra = extra_kv_tokens
         self._draft_reserve = draft_reserve_tokens
         self._beam_width = beam_width
         self._recurrent = recurrent
-        self._keys = PrefixKeys()
-        self._first_new: dict[int, int] = {}
-        self._first_keys: dict[int, tuple[int, Hashable]] = {}
         self._pins: dict[int, _Pin] = {}
         self._next_pin = 0
 
@@ -120,7 +119,7 @@ class KVCacheManager(BaseResourceManager):
 
     @property
     def reuses(self) -> bool:
-        return self._reuse
+        return self._prefixes.enabled
 
     # Counts
 
@@ -170,8 +169,11 @@ class KVCacheManager(BaseResourceManager):
 
     def kv_block_budget_applies(self) -> bool:
         """Exact for full attention alone: whoever can't tell exactly must not refuse."""
-        plain = self._only is not None and self._only.window_tokens is None
-        return type(self) is KVCacheManager and plain and not self._recurrent
+        return type(self) is KVCacheManager and self._counts_exactly
+
+    @property
+    def _counts_exactly(self) -> bool:
+        return self._only is not None and self._only.window_tokens is None and not self._recurrent
 
     def request_kv_block_budget(self, request: Request) -> tuple[BlocksTotal, BlocksTotal] | None:
         if not self.kv_block_budget_applies():
@@ -186,20 +188,7 @@ class KVCacheManager(BaseResourceManager):
         """What ``begin`` would return now, whole blocks of it; nothing is held."""
         if request.pretended_tokens:
             return request.pretended_tokens
-        end = self._reusable_bytes(request)
-        if not end:
-            return 0
-        tree = self.groups[0].blocks.tree
-        key = self._keys.of(request, request.context_tokens)
-        end -= end % tree.block_bytes
-        return tree.match(tree.root(self._keys.space(request)), key, end).blocks * self.tokens_per_block
-
-    def _reusable_bytes(self, request: Request) -> int:
-        """Bytes of the key that may be found in the tree: at least the last token is computed, because its logits are
-        wanted; log-probabilities of a prompt need all of it computed."""
-        if not self._reuse or request.is_dummy or request.params.prompt_logprobs is not None:
-            return 0
-        return (request.context_tokens - 1) * TOKEN_BYTES
+        return self._prefixes.findable_blocks(request) * self.tokens_per_block
 
     def first_new_block_key(self, request: Request) -> Hashable | None:
         """Names the first full block that the request computes itself, or would; None when there is none.
@@ -207,21 +196,7 @@ class KVCacheManager(BaseResourceManager):
         A request that waits and one that runs have the same key where the first would find that block once the second
         has stored it.
         """
-        end = self._reusable_bytes(request)
-        if not end:
-            return None
-        blocks = self._first_new.get(request.id)
-        if blocks is None:
-            blocks = self.reusable_tokens(request) // self.tokens_per_block
-        known = self._first_keys.get(request.id)
-        if known is not None and known[0] == blocks:
-            return known[1]
-        stop = (blocks + 1) * self.groups[0].blocks.tree.block_bytes
-        if stop > end + TOKEN_BYTES:
-            return None
-        key = self._keys.space(request), self._keys.of(request, request.context_tokens)[:stop]
-        self._first_keys[request.id] = blocks, key
-        return key
+        return self._prefixes.first_new_block_key(request)
 
     def begin(self, request: Request) -> int:
         """Hold the kept blocks this request starts with; returns their tokens, which need no computing."""
@@ -236,58 +211,17 @@ class KVCacheManager(BaseResourceManager):
             if request.pretended_tokens:
                 for group in self.groups:
                     group.open_pretender(request.id, request.pretended_tokens)
-            elif self._reusable_bytes(request):
-                claims[request.id] = self._claim(request)
+            elif self._prefixes.findable_bytes(request):
+                claims[request.id] = self._prefixes.claim(request)
             else:
                 for group in self.groups:
-                    group.open(request.id, self._keys.space(request))
+                    group.open(request.id, self._prefixes.space(request))
         if claims:
             self.groups[0].blocks.onboard(list(claims.values()))
-        return [self._open(request, claims.get(request.id)) for request in requests]
-
-    def _claim(self, request: Request) -> Claim:
-        blocks, end = self.groups[0].blocks, self._reusable_bytes(request)
-        root = blocks.tree.root(self._keys.space(request))
-        key = self._keys.of(request, request.context_tokens)
-        return blocks.claim(blocks.tree.match(root, key, end - end % blocks.tree.block_bytes), root)
-
-    def _open(self, request: Request, claim: Claim | None) -> int:
-        """Tokens the request begins behind."""
-        if claim is None:
-            return request.pretended_tokens
-        sequence = self.groups[0].open_claimed(request.id, claim)
-        reused = len(sequence.table)
-        self._first_new[request.id] = reused
-        tokens = reused * self.tokens_per_block
-        if self._partial:
-            tokens += self._copy_partial(request, sequence)
-        self.counters.reused += reused
-        self.counters.missed += ceil_div(request.context_tokens, self.tokens_per_block) - reused
-        self.counters.reused_tokens += tokens
-        return tokens
-
-    def _copy_partial(self, request: Request, sequence: KVSequence) -> int:
-        """Tokens of one more block that could be copied from one with another end."""
-        blocks, end = self.groups[0].blocks, self._reusable_bytes(request)
-        key = self._keys.of(request, request.context_tokens)
-        size = blocks.tree.block_bytes
-        start = sequence.stored * size
-        match = blocks.tree.match(sequence.node, key, min(start + size, end - end % size), start)
-        if match.blocks:
-            return 0  # the claim was shortened
-        found = blocks.tree.partial(match, sequence.node, key[start:], end - start)
-        if found is None or not blocks.free_blocks:
-            return 0
-        node, index, tokens = found
-        source = node.blocks[index]
-        target = blocks.take(1)
-        if index >= node.device_end or node.blocks[index] != source:  # it was evicted to make room for its copy
-            blocks.give_back(target)
-            return 0
-        blocks.store.copy_block(source, target[0])
-        sequence.table += target
-        self.counters.partial_copies += 1
-        return tokens
+        return [
+            self._prefixes.open(request, claims[request.id]) if request.id in claims else request.pretended_tokens
+            for request in requests
+        ]
 
     # Hooks
 
@@ -349,7 +283,7 @@ class KVCacheManager(BaseResourceManager):
         if not self._has_room(request, tokens):
             return False
         for group in self.groups:
-            sequence = group.sequences.get(request.id) or group.open(request.id, self._keys.space(request))
+            sequence = group.sequences.get(request.id) or group.open(request.id, self._prefixes.space(request))
             group.grow(sequence, request, tokens)
         return True
 
@@ -368,7 +302,7 @@ class KVCacheManager(BaseResourceManager):
                 self._rewind(request)
         for request in batch.context_last:
             if request.state is not RequestState.WAITING and not request.finished:
-                self._store(request)
+                self._prefixes.store(request)
 
     def _rewind(self, request: Request) -> None:
         tokens = request.computed_tokens + 1 + self._extra + self._draft_reserve
@@ -383,32 +317,13 @@ class KVCacheManager(BaseResourceManager):
         With ``pin_on_release`` they, and the rest of the table too, stay where they are until ``unpin`` of the handles
         that are returned.
         """
-        self._store(request)
+        self._prefixes.store(request)
         pins = self._pin(request) if pin_on_release else []
         for group in self.groups:
             group.close(request.id)
-        self._keys.forget(request)
-        self._first_new.pop(request.id, None)
-        self._first_keys.pop(request.id, None)
+        self._prefixes.forget(request)
         request.begun = False
         return pins
-
-    def _store(self, request: Request) -> None:
-        """Keep what stands in the cache by now; a finished sequence's own tokens too."""
-        if not self._reuse or request.is_dummy or request.finish_reason == "error":
-            return
-        group = self.groups[0]
-        sequence = group.sequences.get(request.id)
-        if sequence is None:
-            return
-        tokens = min(request.computed_tokens, request.total_tokens)
-        full = min(tokens // self.tokens_per_block, len(sequence.table))
-        if full > sequence.stored:
-            key = self._keys.of(request, tokens)
-            sequence.node = group.blocks.insert(
-                sequence.node, key, sequence.stored, sequence.table, full, DEFAULT_PRIORITY
-            )
-            sequence.stored = full
 
     def _pin(self, request: Request) -> list[int]:
         pins = []
@@ -464,23 +379,7 @@ class KVCacheManager(BaseResourceManager):
         if not self.free_blocks:
             return None
         length = tokens or max(1 + draft_tokens, 2 if helix else 1)
-        requests = [_dummy(number, length, generation) for number in ids]
-        managers = [self] if draft is None else [self, draft]
-        try:
-            for request in requests:
-                if not all(manager.resize(request, length) for manager in managers):
-                    raise CapacityError(
-                        f"dummy {request.id} of {length} tokens finds no blocks",
-                        request_id=request.id,
-                        needed=ceil_div(length, self.tokens_per_block),
-                        free=self.free_blocks,
-                    )
-        except BaseException as error:
-            _remove_all(requests, managers)
-            if isinstance(error, CapacityError):
-                return None
-            raise
-        return requests
+        return add_dummies([self] if draft is None else [self, draft], ids, length, generation=generation)
 
     # Tables and life of the pools
 
@@ -521,28 +420,3 @@ def _as_groups(groups: KVStore | KVGroup | Sequence[KVGroup], counters: KVCounte
     if isinstance(groups, Sequence):
         return tuple(groups)
     return (KVGroup(groups, counters=counters),)
-
-
-def _dummy(number: int, length: int, generation: bool) -> Request:
-    prompt_tokens = max(1, length - 1) if generation else length
-    request = Request(
-        number, [DUMMY_TOKEN_ID] * prompt_tokens, SamplingParams(max_tokens=1), max_new_tokens=1, is_dummy=True
-    )
-    if generation:
-        request.state = RequestState.GENERATION
-        request.computed_tokens = prompt_tokens
-        request.output_token_ids = [DUMMY_TOKEN_ID]
-    return request
-
-
-def _remove_all(requests: Iterable[Request], managers: Sequence[KVCacheManager]) -> None:
-    """Removal goes on behind a failure, and the first one is raised at the end."""
-    first: Exception | None = None
-    for request in requests:
-        for manager in managers:
-            try:
-                manager.free(request)
-            except Exception as error:
-                first = first or error
-    if first is not None:
-        raise first

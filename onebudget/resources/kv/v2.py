@@ -39,6 +39,9 @@ class KVCacheManagerV2(KVCacheManager):
             raise ConfigError.for_field("max_util_for_resume", max_util_for_resume, "above 0 and at most 1")
         self._parked: dict[int, _Parked] = {}
 
+    def kv_block_budget_applies(self) -> bool:
+        return self._counts_exactly
+
     def suspend(self, request: Request) -> bool:
         """Move a sequence to the near tier; False, with nothing changed, when that has no room."""
         if request.id in self._parked or any(request.id not in group.sequences for group in self.groups):
@@ -52,7 +55,7 @@ class KVCacheManagerV2(KVCacheManager):
                 return False
             parked.slots.append(slots)
             parked.returned.append(sequence.returned)
-        self._store(request)
+        self._prefixes.store(request)
         for group in self.groups:
             group.close(request.id)
         self._parked[request.id] = parked
@@ -80,7 +83,7 @@ class KVCacheManagerV2(KVCacheManager):
             slots = parked.slots[number]
             blocks = group.blocks.take(len(slots))
             group.blocks.spill.unpark(slots, blocks)
-            group.reopen(request.id, blocks, parked.returned[number], self._keys.space(request))
+            group.reopen(request.id, blocks, parked.returned[number], self._prefixes.space(request))
         del self._parked[request.id]
         self.counters.resumed += 1
         return True

@@ -62,7 +62,7 @@ def test_a_pool_filled_to_the_block_takes_one_request_and_not_one_token_more() -
         (KVCacheManager(CountedStore(4, 32), recurrent=True), False),
         (KVCacheManager(KVGroup(CountedStore(40, 32), window_tokens=64)), False),
         (KVCacheManager([KVGroup(CountedStore(40, 32)), KVGroup(CountedStore(40, 32), window_tokens=64)]), False),
-        (KVCacheManagerV2(CountedStore(4, 32)), False),
+        (KVCacheManagerV2(CountedStore(4, 32)), True),
         (type("Own", (KVCacheManager,), {})(CountedStore(4, 32)), False),
         (CrossKVCacheManager(CountedStore(4, 32)), True),
     ],

@@ -180,16 +180,22 @@ class Moments:
         for request in paused:
             self.scheduler.settle_paused(request)
 
-    def let_go(self, batch: ScheduledBatch) -> list[Request]:
+    def process(self, batch: ScheduledBatch) -> list[Request]:
+        """Let go of who ended, then settle the rest with the managers; returns who ended."""
+        ended = self._let_go(batch)
+        try:
+            self.resources.update(batch)
+        except Exception as error:
+            ended += self.fail(batch, error)
+        return ended
+
+    def _let_go(self, batch: ScheduledBatch) -> list[Request]:
         """Release the requests of a processed batch that ended and were not released before; returns them."""
         complete = RequestState.COMPLETE
         ended = [request for request in batch.requests if request.state is complete and not request.released]
         for request in ended:
             self.release(request)
         return ended
-
-    def update(self, batch: ScheduledBatch) -> None:
-        self.resources.update(batch)
 
     def release(self, request: Request) -> None:
         """Every manager lets go of the request. Safe to call again."""

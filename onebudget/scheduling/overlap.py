@@ -99,11 +99,7 @@ class OverlapLoop:
 
     def _process_previous(self) -> list[Request]:
         """Let go of those who ended in the step before, then settle it."""
-        if self.previous is None:
-            return []
-        ended = self._moments.let_go(self.previous.batch)
-        self._moments.update(self.previous.batch)
-        return ended
+        return [] if self.previous is None else self._moments.process(self.previous.batch)
 
     def _foresee(self) -> None:
         """Requests whose last token is on its way need no further step."""

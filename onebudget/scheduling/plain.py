@@ -30,8 +30,7 @@ class PlainLoop:
             else:
                 moments.launched(batch)
                 moments.take(batch, tokens)
-                ended = moments.let_go(batch)
-                moments.update(batch)
+                ended = moments.process(batch)
         return moments.end_step(ended)
 
     def _compute(self, batch: ScheduledBatch) -> Sequence[int]:

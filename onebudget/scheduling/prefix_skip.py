@@ -13,17 +13,22 @@ class PrefixSkip:
     """Knows which first new blocks become reusable at the end of the coming step.
 
     A request contributes in the steps that keep its blocks for reuse: its last chunk, or every chunk where the cache
-    commits chunk by chunk. So whoever waits, waits for a request that runs in this very step.
+    commits chunk by chunk. So whoever waits, waits for a request that runs in this very step. With ``overlap`` the
+    blocks of a step are kept only after the next one was scheduled: whoever waits, waits for that one too.
     """
 
-    def __init__(self, kv: SchedulableCache) -> None:
+    def __init__(self, kv: SchedulableCache, *, overlap: bool = False) -> None:
         self._key = kv.first_new_block_key
         self._per_chunk = bool(getattr(kv, "commits_per_chunk", False))
         self._first_keys: dict[int, object] = {}
         self._coming: set[object] = set()
+        self._launched: set[object] = set()
+        self._overlap = overlap
         self.skipped = 0
 
     def begin_step(self) -> None:
+        if self._overlap:
+            self._launched, self._coming = self._coming, self._launched
         self._coming.clear()
 
     def started(self, request: Request) -> None:
@@ -52,7 +57,10 @@ class PrefixSkip:
 
     def puts_off(self, request: Request) -> bool:
         """Whether this waiting request had better come a step later."""
-        if not self._coming or request.is_dummy or self._key(request) not in self._coming:
+        if not (self._coming or self._launched) or request.is_dummy:
+            return False
+        key = self._key(request)
+        if key not in self._coming and key not in self._launched:
             return False
         self.skipped += 1
         return True

@@ -59,7 +59,7 @@ class Scheduler:
         self._chunked = config.enable_chunked_prefill
         self._unit = chunk_unit(config.tokens_per_block, sliding_windows=bool(config.max_attention_window))
         self._chunk_policy = chunk_policy
-        self._skip = PrefixSkip(kv) if config.enable_block_reuse else None
+        self._skip = PrefixSkip(kv, overlap=config.overlap) if config.enable_block_reuse else None
         self._cap = AttendedCap(kv)
         self._filters: list[PostFilter] = [
             *([balance] if balance is not None else []),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from onebudget.config import BudgetConfig
-from onebudget.planner.simulate import RooflineClock, SimulationResult, Trace, simulate
+from onebudget.planner.simulate import RooflineClock, SimulationResult, Trace, TraceRequest, simulate
 
 UNLIMITED = 10**9
 TraceOf = Callable[[str, int], Trace]
@@ -62,14 +62,22 @@ def test_answers_are_found_by_nobody(first_of: TraceOf, clock: RooflineClock) ->
     assert replay(trace, clock, max_batch_size=1, tokens_per_block=16).kv.reused_blocks == found
 
 
-def test_at_the_same_time_prompts_miss_no_more_than_what_is_just_being_computed(
-    first_of: TraceOf, clock: RooflineClock
+@pytest.mark.parametrize("overlap", [False, True])
+def test_side_by_side_prompts_wait_for_what_is_just_being_computed(
+    first_of: TraceOf, clock: RooflineClock, overlap: bool
 ) -> None:
     trace = first_of("mooncake_conversation.jsonl", 2000)
-    found, missed = reusable_blocks(trace, 512)
-    result = replay(trace, clock, max_batch_size=256, tokens_per_block=512)
-    assert result.kv.reused_blocks + result.kv.missed_blocks == found + missed
-    assert found - 20 <= result.kv.reused_blocks <= found
+    result = replay(trace, clock, max_batch_size=256, tokens_per_block=512, overlap=overlap)
+    assert (result.kv.reused_blocks, result.kv.missed_blocks) == reusable_blocks(trace, 512)
+    assert result.steps.skipped > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_equal_prompts_that_come_together_are_computed_once(clock: RooflineClock, overlap: bool) -> None:
+    trace = Trace("equal", tuple(TraceRequest(0.0, 1000, 3, (0, 1)) for _ in range(5)))
+    result = replay(trace, clock, tokens_per_block=64, overlap=overlap)
+    assert result.kv.reused_blocks == 4 * (999 // 64)
+    assert result.steps.context_tokens == 1000 + 4 * (1000 - 15 * 64)
 
 
 def test_without_reuse_nothing_is_found(first_of: TraceOf, clock: RooflineClock) -> None:

@@ -23,12 +23,14 @@ class StateShape:
     """Recurrent state of one layer of a hybrid model, in elements: a convolution window and a matrix per head.
 
     ``conv_rows`` is the length of the window without the newest token; ``conv_width`` its channels; ``matrix`` the
-    elements of all heads' state. ``matrix_bytes`` is the element size the checkpoint asks for, None the model's own.
+    elements of all heads' state; ``inner`` the width of the layer's output before its projection. ``matrix_bytes`` is the element size the checkpoint asks for, None the model's own.
     """
 
     conv_rows: int
     conv_width: int
     matrix: int
+    inner: int
+    heads: int
     matrix_bytes: int | None = None
 
 
@@ -73,6 +75,8 @@ class Dims:
     v_head: int = 0
     state: StateShape | None = None
     draft_layers: int = 0
+    output_gate: bool = False
+    per_layer_input: int = 0
     multimodal: bool = False
     vision_hidden: int = 0
     vision_layers: int = 0
@@ -112,7 +116,7 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> Dims:
     return Dims(
         name=name or str(config.get("_model_id", "")), family=family, hidden=hidden,
         vocab=first.whole("vocab_size") or _FAMILY_VOCAB.get(family.removesuffix("_text"), 0),
-        heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        heads=heads or hidden * 6 // 5 // head_dim, kv_heads=kv_heads, head_dim=head_dim,
         intermediate=_intermediate(first, hidden), layers=_layers(first, count, kv_heads, head_dim, kv_lora + rope),
         max_len=first.whole("max_position_embeddings", "n_positions", "max_sequence_length"),
         tied=bool(first.get("tie_word_embeddings", _tied_by_default(family))),
@@ -124,8 +128,10 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> Dims:
         shared_intermediate=_shared_intermediate(first),
         dense_layers=first.whole("first_k_dense_replace"), q_lora=first.whole("q_lora_rank"), kv_lora=kv_lora,
         nope=first.whole("qk_nope_head_dim"), rope=rope, v_head=first.whole("v_head_dim"),
-        state=_state(first, heads, hidden),
+        state=_state(first),
         draft_layers=first.whole("num_nextn_predict_layers", "mtp_num_hidden_layers"),
+        per_layer_input=first.whole("hidden_size_per_layer_input"),
+        output_gate=bool(first.get("attn_output_gate")) or family.startswith(("qwen3_next", "qwen3_5")),
         multimodal=_is_multimodal(config), vision_hidden=int(vision.get("hidden_size") or 0),
         vision_layers=int(vision.get("num_hidden_layers") or vision.get("depth") or 0),
         vision_intermediate=int(vision.get("intermediate_size") or 0), image_tokens=_image_tokens(config, vision),
@@ -290,13 +296,13 @@ def _window_kinds(reader: _Reader, count: int) -> list[LayerKind]:
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "gemma4": 6, "cohere2": 4, "gpt_oss": 2}
 
 
-def _state(reader: _Reader, heads: int, hidden: int) -> StateShape | None:
+def _state(reader: _Reader) -> StateShape | None:
     matrix_bytes = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(reader.get("mamba_ssm_dtype")))
     linear = reader.get("linear_attn_config")
     if isinstance(linear, Mapping) and linear.get("num_heads"):
         width = int(linear["num_heads"]) * int(linear["head_dim"])
         rows = int(linear.get("short_conv_kernel_size", 4)) - 1
-        return StateShape(rows, 3 * width, width * int(linear["head_dim"]), 4)
+        return StateShape(rows, 3 * width, width * int(linear["head_dim"]), width, int(linear["num_heads"]), 4)
     values = reader.whole("linear_num_value_heads")
     if values:
         # Released models of this family use 16 key heads and heads of 128; partial configs leave them out.
@@ -305,16 +311,16 @@ def _state(reader: _Reader, heads: int, hidden: int) -> StateShape | None:
         value_dim = reader.whole("linear_value_head_dim") or 128
         rows = (reader.whole("linear_conv_kernel_dim") or 4) - 1
         matrix = values * value_dim * key_dim
-        return StateShape(rows, 2 * keys * key_dim + values * value_dim, matrix, matrix_bytes)
+        inner = values * value_dim
+        return StateShape(rows, 2 * keys * key_dim + inner, matrix, inner, values, matrix_bytes)
     mamba_heads = reader.whole("mamba_num_heads", "mamba_n_heads")
     if mamba_heads:
         inner = mamba_heads * (reader.whole("mamba_head_dim", "mamba_d_head") or 64)
         size = reader.whole("ssm_state_size", "mamba_d_state")
         groups = reader.whole("n_groups", "mamba_n_groups") or 1
         rows = (reader.whole("conv_kernel", "mamba_d_conv") or 4) - 1
-        return StateShape(rows, inner + 2 * groups * size, inner * size, matrix_bytes)
+        return StateShape(rows, inner + 2 * groups * size, inner * size, inner, mamba_heads, matrix_bytes)
     if "qwen3_5" in str(reader.get("model_type") or ""):
         values = 48  # the dense 27B of the family; a partial config without it can be nothing else known
-        return StateShape(3, 2 * 16 * 128 + values * 128, values * 128 * 128, 4)
-    del heads, hidden
+        return StateShape(3, 2 * 16 * 128 + values * 128, values * 128 * 128, values * 128, values, 4)
     return None

@@ -1,0 +1,134 @@
+"""Bytes of weights on one rank from the widths in a config: what is sharded, replicated, padded, and left in 16 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from onebudget.planner.policies.base import Figure
+from onebudget.planner.policies.dims import Dims, LayerDims
+from onebudget.planner.policies.formats import WeightFormat
+from onebudget.units import align_up, ceil_div, format_bytes
+
+VOCAB_PADDING = 64
+_MXFP4_PADDING = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """The share of one rank. ``experts_over``: ranks that divide the experts; ``whole_experts``: each holds whole ones
+    (expert parallel) rather than a slice of each."""
+
+    tp: int = 1
+    experts_over: int = 1
+    whole_experts: bool = False
+    first_layer: int = 0
+    end_layer: int | None = None
+    has_embedding: bool = True
+    has_head: bool = True
+    draft_layers: int = 0
+    vision: bool = True
+
+
+def weights_on_rank(dims: Dims, kind: WeightFormat, shard: Shard, *, spread: float | None = None) -> Figure:
+    """Parameters times their bits. Exact for whole 16-bit text models; a range where a format keeps layers apart."""
+    bits = Fraction(0)
+    layers = dims.layers[shard.first_layer : shard.end_layer]
+    for offset, layer in enumerate(layers):
+        bits += _layer_bits(dims, layer, shard.first_layer + offset, kind, shard)
+    for _ in range(shard.draft_layers):
+        bits += _layer_bits(dims, _widest(dims), len(dims.layers), kind, shard) + 16 * 2 * dims.hidden**2
+    bits += _table_bits(dims, kind, shard) + _absorbed_bits(dims, kind, shard) * len(layers)
+    vision = _vision_parameters(dims) * 16 if shard.vision else 0
+    nbytes = int((bits + vision) / 8) + _rope_bytes(dims)
+    wide = kind.spread if spread is None else spread
+    unsure = int(nbytes * wide) + vision // 8 // 10
+    why = f"{len(layers)} layers and tables in {kind.name}, {format_bytes(vision // 8)} of them for other inputs"
+    return Figure(nbytes, nbytes - unsure, nbytes + unsure, "modelled", why)
+
+
+def _widest(dims: Dims) -> LayerDims:
+    return next((layer for layer in dims.layers if layer.kind == "full"), dims.layers[-1])
+
+
+def _layer_bits(dims: Dims, layer: LayerDims, index: int, kind: WeightFormat, shard: Shard) -> Fraction:
+    linear, plain = _attention_parameters(dims, layer, shard.tp)
+    plain += 2 * dims.hidden
+    moe = bool(dims.experts) and index >= dims.dense_layers
+    other = Fraction(16) if kind.experts_only else kind.bits
+    if not moe:
+        return other * (linear + _mlp(dims, dims.intermediate) // shard.tp) + 16 * plain
+    plain += dims.hidden * dims.experts
+    shared = _mlp(dims, dims.shared_intermediate) // shard.tp
+    return other * (linear + shared) + kind.bits * _expert_parameters(dims, kind, shard) + 16 * plain
+
+
+def _expert_parameters(dims: Dims, kind: WeightFormat, shard: Shard) -> int:
+    if shard.whole_experts:
+        return ceil_div(dims.experts, shard.experts_over) * _mlp(dims, dims.expert_intermediate)
+    width = ceil_div(dims.expert_intermediate, shard.experts_over)
+    if kind.name == "mxfp4":  # kernels of this format want whole tiles
+        width = align_up(width, _MXFP4_PADDING)
+    return dims.experts * _mlp(dims, width)
+
+
+def _mlp(dims: Dims, width: int) -> int:
+    return (3 if dims.gated else 2) * dims.hidden * width
+
+
+def _attention_parameters(dims: Dims, layer: LayerDims, tp: int) -> tuple[int, int]:
+    """Parameters in linear layers, and those that stay in 16 bits, on one rank."""
+    if layer.kind == "state" and dims.state is not None:
+        state = dims.state
+        inner = 2 * dims.hidden * state.inner + dims.hidden * state.conv_width
+        small = dims.hidden * 2 * state.heads + state.conv_width * (state.conv_rows + 1)
+        return inner // tp, small // tp
+    if layer.latent:
+        query = dims.heads * (dims.nope + dims.rope)
+        down = dims.hidden * (dims.kv_lora + dims.rope) + (dims.hidden * dims.q_lora)
+        up = (dims.q_lora or dims.hidden) * query + dims.kv_lora * dims.heads * (dims.nope + dims.v_head)
+        return down + (up + dims.heads * dims.v_head * dims.hidden) // tp, dims.q_lora + dims.kv_lora
+    k_dim = layer.k_dim or dims.head_dim
+    v_dim = layer.v_dim or dims.head_dim
+    heads = dims.heads * (2 if dims.output_gate else 1)
+    queries = dims.hidden * (heads * k_dim + dims.heads * v_dim) // tp
+    kv_heads = max(1, (layer.kv_heads or dims.kv_heads) // tp)
+    return queries + dims.hidden * kv_heads * (k_dim + v_dim), 0
+
+
+def _absorbed_bits(dims: Dims, kind: WeightFormat, shard: Shard) -> int:
+    """Copies of the up-projections that latent attention multiplies into queries and outputs, kept in 16 bits where the
+    source is quantised."""
+    if not dims.is_latent or kind.bits >= 16 or kind.experts_only:  # noqa: PLR2004
+        return 0
+    return 16 * dims.heads // shard.tp * dims.kv_lora * (dims.nope + dims.v_head)
+
+
+def _table_bits(dims: Dims, kind: WeightFormat, shard: Shard) -> int:
+    rows = align_up(dims.vocab, VOCAB_PADDING) // shard.tp
+    both = shard.has_embedding and shard.has_head
+    copies = 1 if dims.tied and both else int(shard.has_embedding) + int(shard.has_head)
+    small = len(dims.layers) * dims.per_layer_input * (dims.vocab // shard.tp + 2 * dims.hidden)
+    return (copies * rows * dims.hidden + small) * kind.table_bits
+
+
+def _rope_bytes(dims: Dims) -> int:
+    width = dims.rope or dims.head_dim
+    return min(dims.max_len, 2**20) * width * 2 if dims.max_len and dims.family != "opt" else 0
+
+
+# Parameters of encoders whose configs are often partial: sums over published checkpoints' tensor shapes.
+_ENCODERS = {
+    "qwen2_5_omni": 1_310_000_000, "qwen3_omni_moe": 1_190_000_000, "qwen2_5_vl": 677_000_000, "qwen2_vl": 675_000_000,
+    "qwen3_5": 456_000_000, "qwen3_vl_moe": 540_000_000, "phi3_v": 340_000_000, "gemma4": 550_000_000,
+}  # fmt: skip
+
+
+def _vision_parameters(dims: Dims) -> int:
+    if not dims.multimodal:
+        return 0
+    if dims.vision_hidden and dims.vision_layers:
+        width = dims.vision_intermediate or 4 * dims.vision_hidden
+        block = 4 * dims.vision_hidden**2 + 2 * dims.vision_hidden * width
+        return dims.vision_layers * block + dims.vision_hidden * dims.hidden + dims.hidden**2
+    return next((count for family, count in _ENCODERS.items() if dims.family.startswith(family)), 0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from onebudget.attention import check_kv_dtype
+from onebudget.attention.pages import page_groups
 from onebudget.budget.estimation import why_estimation_is_off
 from onebudget.budget.profile import ProfileResult
 from onebudget.buffers import BufferManager
@@ -15,6 +17,8 @@ from onebudget.engine.agreement import agree_on_ledger, agree_on_settings
 from onebudget.engine.assembly import build_executor
 from onebudget.engine.derivation import dry_profile, engine_ledger, left_out
 from onebudget.engine.executor import Counters, Executor
+from onebudget.engine.graph_budget import engine_graph_sizes
+from onebudget.engine.graphs import DecodeGraphs, GraphCounts, padding_blocks
 from onebudget.engine.kv_cache import pool_blocks
 from onebudget.engine.probe import full_cache_tells, measure, probe_batches, run_dummies, run_full_cache
 from onebudget.engine.ranks import RankGroup
@@ -22,7 +26,9 @@ from onebudget.engine.sleep import Sleeper
 from onebudget.engine.stages import Stages
 from onebudget.engine.station import Station
 from onebudget.errors import AllocationError, BudgetError
+from onebudget.graphs.cost import warn_beyond
 from onebudget.models import load, tensor_parallel
+from onebudget.units import align_up
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,6 +37,9 @@ if TYPE_CHECKING:
     from onebudget.device.base import Device
     from onebudget.models.facts import ModelFacts
     from onebudget.progress import Progress
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -97,10 +106,14 @@ def build_engine(
         blocks = pool_blocks(facts, dtype, config, ledger.kv_cache)
         probed = why_estimation_is_off(config) is None
         with ranks.stage("build"):
+            padding = 0 if "graphs" in left_out.get() else padding_blocks(engine_graph_sizes(facts, config), config)
+            blocks = tuple(count + padding for count in blocks)
             executor = build_executor(station, config, blocks, metered=probed, attended_tokens_cap=cap)
             undo.callback(executor.shutdown)
         with ranks.stage("warm_up"), station.stages.open("warm_up"):
             _warm_up(executor, station, config, progress)
+        with ranks.stage("graphs"):
+            _capture_graphs(executor, station, config, ledger, progress)
         executor.runner.metered = strict_memory
         undo.pop_all()
         sleeper = Sleeper(station, executor, folder)
@@ -165,6 +178,29 @@ def _profiled(
 _DRY_RUN_STOOD_IN = "The profile did not fit beside its own KV pool; a dry run of the same steps stands in for it."
 
 
+def _capture_graphs(
+    executor: Executor, station: Station, config: BudgetConfig, ledger: Ledger, progress: Progress
+) -> None:
+    """Decode graphs within what the ledger holds for them; what finds no room there runs eagerly."""
+    sizes = engine_graph_sizes(station.model.facts, config)
+    if not sizes:
+        return
+    held_back = "graphs" not in left_out.get()
+    padding_bytes = padding_blocks(sizes, config) * sum(group.store.block_bytes for group in executor.kv.groups)
+    allowance = ledger.term("graphs").bytes - padding_bytes if held_back else None
+    with progress.stage("graphs", None):
+        try:
+            graphs = DecodeGraphs(station, config, executor.kv, page_groups(executor.kv), sizes)
+        except AllocationError as full:
+            logger.warning("no room for graphs, so decode runs eagerly: %s", full)
+            return
+        graphs.capture(allowance_bytes=allowance)
+    executor.runner.graphs = graphs
+    if allowance is not None:
+        granule = station.device.facts.granularity_bytes
+        warn_beyond(allowance, sum(align_up(buffer.capacity_bytes, granule) for buffer in graphs.buffers))
+
+
 def _warm_up(executor: Executor, station: Station, config: BudgetConfig, progress: Progress) -> None:
     """Serve the profile's batches once more in the engine that stays: what is measured here stands beside the plan."""
     batches = probe_batches(config, spread=not full_cache_tells(station, config))
@@ -178,5 +214,6 @@ def _warm_up(executor: Executor, station: Station, config: BudgetConfig, progres
         if not left_out.get():  # without one of its reserves an engine is to fail in service, where the proof looks
             run_full_cache(executor, station, keep_marks=True)
     executor.runner.scratch.start_anew()
+    executor.runner.graph_counts = GraphCounts()
     executor.counters = Counters()
     executor.kv.reset_peaks()

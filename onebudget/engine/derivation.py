@@ -16,6 +16,7 @@ from onebudget.budget.late import LateAllocations
 from onebudget.budget.ledger import DeviceLine, HostLine, Ledger
 from onebudget.budget.reserves import ReserveLine, encoder_reserve_bytes, seat_count
 from onebudget.engine.assembly import kv_cost
+from onebudget.engine.graph_budget import graph_reserves
 from onebudget.engine.kv_cache import host_lines, layer_groups
 from onebudget.engine.logprobs import prompt_rows_at_once
 from onebudget.engine.penalties import late_tables
@@ -64,7 +65,7 @@ def engine_ledger(
         config,
         profile,
         kv_cost(facts, dtype, config),
-        [*lines, *_encoder_reserves(encoder, profile)],
+        [*lines, *_encoder_reserves(encoder, profile), *_graph_reserves(folder, facts, dtype, config, granule)],
         total_bytes=device.total_bytes,
         context_workspace=workspace,
         model=facts.name,
@@ -102,6 +103,12 @@ def declared_reserves(
     skipped = left_out.get()
     workspace = None if "context_workspace" in skipped else _context_workspace(facts, dtype, config)
     return [line for line in lines if line.name not in skipped], workspace
+
+
+def _graph_reserves(
+    folder: Path, facts: ModelFacts, dtype: str, config: BudgetConfig, granule_bytes: int
+) -> list[ReserveLine]:
+    return [] if "graphs" in left_out.get() else graph_reserves(folder, facts, dtype, config, granule_bytes)
 
 
 def _encoder_reserves(encoder: MultimodalEncoder | None, profile: ProfileResult) -> list[ReserveLine]:
@@ -206,6 +213,7 @@ def _candidates(
     """Changes that alter what the profile sees, each simulated with a dry run of its own, and one that doesn't."""
     if config.enable_penalties:
         lines, _ = declared_reserves(facts, dtype, config.replace(enable_penalties=False), profile, granule_bytes)
+        lines += _graph_reserves(folder, facts, dtype, config, granule_bytes)
         yield Candidate(set={"enable_penalties": False}, reserves=tuple(lines))
     changes: list[dict[str, object]] = []
     if config.max_num_tokens > 256:
@@ -229,6 +237,7 @@ def _simulated(
     wanted_dtype = "bfloat16" if "dtype" in change else dtype
     dry = dry_profile(folder, wanted_dtype, wanted, ranks=facts.ranks)
     lines, workspace = declared_reserves(facts, wanted_dtype, wanted, dry, granule_bytes)
+    lines += _graph_reserves(folder, facts, wanted_dtype, wanted, granule_bytes)
     return Candidate(
         set=change,
         profile=dry,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OWNER = "graphs"
+PlaceSampled = Callable[[torch.Tensor, int, Sequence["Request"]], None]
 
 
 def graph_batch_sizes(config: BudgetConfig) -> list[int]:
@@ -66,6 +66,22 @@ def length_buckets(facts: ModelFacts, config: BudgetConfig, *, on_host: bool) ->
     while lengths[-1] < config.max_seq_len:
         lengths.append(2 * lengths[-1])
     return (*(length for length in lengths if length < config.max_seq_len), config.max_seq_len)
+
+
+def has_gaps(sizes: Iterable[int]) -> bool:
+    """Whether some batch below the largest size matches none of them."""
+    known = set(sizes)
+    return bool(known) and known != set(range(1, max(known) + 1))
+
+
+def dummy_blocks(tokens_per_block: int) -> int:
+    """KV blocks of the dummy: a prompt of one token, and the one that a step computes."""
+    return ceil_div(2, tokens_per_block)
+
+
+def padding_blocks(sizes: Sequence[int], config: BudgetConfig) -> int:
+    """Blocks of every KV group that the engine takes for padding, beside those of the ledger's cache."""
+    return dummy_blocks(config.tokens_per_block) if config.cuda_graph_padding and has_gaps(sizes) else 0
 
 
 @dataclass(slots=True)
@@ -100,10 +116,11 @@ class DecodeGraphs:
         on_host = not station.device.torch_device.startswith("cuda")
         self._module = station.model.module
         self._groups = groups
+        self._kv = kv
         self._device = station.device
         self._tokens_per_block = config.tokens_per_block
         self._max_seq_len = config.max_seq_len
-        self._width = ceil_div(config.max_seq_len, config.tokens_per_block)
+        self._width = max(ceil_div(config.max_seq_len, self._tokens_per_block), dummy_blocks(self._tokens_per_block))
         self._plans: dict[GraphKey, StepPlan] = {}
         scope = lambda: station.stages.open("workspace")  # noqa: E731
         with ExitStack() as undo:
@@ -141,8 +158,10 @@ class DecodeGraphs:
     # -- capture ----------------------------------------------------------------------------------------------
 
     def capture(self, *, allowance_bytes: int | None = None, warm: bool = True) -> CapturedBytes:
-        """Capture every key, largest first. ``allowance_bytes``: what may become resident in total; keys that would go
-        beyond it are left out, with one warning. Without ``warm`` no forward runs before the captures.
+        """Capture every key, largest first, then keep a padding dummy where batches will be padded.
+
+        ``allowance_bytes``: what may become resident in total; keys that would go beyond it are left out, with one
+        warning. Without ``warm`` no forward runs before the captures.
         """
         dummy = self.dummies.get()
         if dummy is None:
@@ -160,6 +179,8 @@ class DecodeGraphs:
         finally:
             if not self._pads():
                 self.dummies.release()
+                self.runner.dummies = None
+            self._set_aside(dummy_blocks(self._tokens_per_block) if self.runner.padding else 0)
         if dropped:
             left = sorted({key.batch_size for key in dropped})
             logger.warning("no room for graphs of batch sizes %s: they run eagerly", ", ".join(map(str, left)))
@@ -194,7 +215,12 @@ class DecodeGraphs:
     def _pads(self) -> bool:
         """Whether some batch will really be padded."""
         captured = {key.batch_size for key in self.runner.graphs}
-        return self.runner.padding and captured != set(range(1, self.runner.max_bucket + 1)) and bool(captured)
+        return self.runner.padding and has_gaps(captured)
+
+    def _set_aside(self, blocks: int) -> None:
+        """Let admission leave the blocks of dummies alone."""
+        for group in self._kv.groups:
+            group.set_aside_blocks = blocks
 
     def _plan(self, key: GraphKey) -> StepPlan:
         """The same object for a key for ever: views of the static tensors."""
@@ -246,26 +272,27 @@ class DecodeGraphs:
         longest = max((r.computed_tokens + r.step_tokens for r in batch.requests), default=0)
         return self.runner.choose(batch, longest) if longest <= self._max_seq_len else None
 
-    def run(self, batch: ScheduledBatch, key: GraphKey, sampled: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, batch: ScheduledBatch, key: GraphKey, place_sampled: PlaceSampled | None = None) -> torch.Tensor:
         """Logits ``[live rows, vocab]`` of last chunks, then of generating requests; valid until the next replay.
 
-        ``sampled``: tokens of the step before, for requests whose input the host has not read yet.
+        ``place_sampled(ids, start, rows)`` writes the tokens among the inputs that the host has not read yet.
         """
         rows = [*batch.context_last, *batch.generation]
         live = len(rows)
         with self.runner.padded(rows, key):
-            self._write(rows, key, sampled)
+            self._write(rows, key, place_sampled)
             logits = self.runner.replay(key, self._plan(key))[0]
         self.static.launched()
         return logits[:live]
 
-    def _write(self, rows: Sequence[Request], key: GraphKey, sampled: torch.Tensor | None = None) -> None:
+    def _write(self, rows: Sequence[Request], key: GraphKey, place_sampled: PlaceSampled | None = None) -> None:
         static, tokens = self.static, len(rows)
         static.stage(INPUT_IDS, [request.tokens_of_step()[0] for request in rows])
         static.stage(POSITION_IDS, [request.computed_tokens for request in rows])
         static.upload(INPUT_IDS, tokens)
         static.upload(POSITION_IDS, tokens)
-        take_sampled(static[INPUT_IDS], [request.pending_row for request in rows], sampled)
+        if place_sampled is not None:
+            place_sampled(static[INPUT_IDS], 0, rows)
         for number, group in enumerate(self._groups):
             self._write_group(rows, key, group, _Names.of(number))
 
@@ -291,6 +318,10 @@ class DecodeGraphs:
     # -- memory -----------------------------------------------------------------------------------------------
 
     @property
+    def scratch_bytes(self) -> int:
+        return self._scratch.capacity_bytes
+
+    @property
     def buffers(self) -> list[Buffer]:
         pool = getattr(self.runner.graph_pool(), "segments", [])
         return [*self.static.buffers, *self._scratch.buffers, *pool]
@@ -298,13 +329,14 @@ class DecodeGraphs:
     @property
     def allocated_bytes(self) -> int:
         """Device bytes of static inputs, scratch and pool."""
-        return self.static.device_bytes + self._scratch.capacity_bytes + self.runner.pool_bytes
+        return self.static.device_bytes + self.scratch_bytes + self.runner.pool_bytes
 
     @property
     def captured(self) -> bool:
         return any(self.runner.state(key) is GraphState.CAPTURED for key in self.runner.capture_keys())
 
     def release(self) -> None:
+        self._set_aside(0)
         self.runner.clear()
         self.dummies.release()
         self._plans.clear()
@@ -323,16 +355,6 @@ class _Names:
     @classmethod
     def of(cls, group: int) -> _Names:
         return cls(f"slots.{group}", f"block_table.{group}", SEQ_LENS if group == 0 else f"{SEQ_LENS}.{group}")
-
-
-def take_sampled(ids: torch.Tensor, pending_rows: Sequence[int | None], sampled: torch.Tensor | None) -> None:
-    """Put tokens that were sampled on the device, and not read by the host, into the places they are the input of."""
-    places = [place for place, row in enumerate(pending_rows) if row is not None]
-    if not places:
-        return
-    assert sampled is not None
-    rows = torch.tensor([pending_rows[place] for place in places], device=sampled.device)
-    ids[torch.tensor(places, device=ids.device)] = sampled[rows].to(ids.dtype)
 
 
 def _platform(station: Station, on_host: bool, scope: object) -> GraphBackend:

@@ -96,7 +96,7 @@ class StaticInputs:
         known = [(start + at, r.pending_row) for at, r in enumerate(generation) if r.pending_row is not None]
         if known:
             index = torch.tensor(known, dtype=torch.int64).to(token_ids.device)
-            token_ids[index[:, 0]] = self.sampled[index[:, 1]]
+            token_ids[index[:, 0]] = self.sampled[index[:, 1]].to(token_ids.dtype)
 
     def _group_plan(self, group: PageGroup, inputs: _GroupInputs, batch: ScheduledBatch) -> GroupPlan:
         slots: list[int] = []

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _OWNERS = (
     "weights", "activations", TENSOR_OWNER, "static_inputs",
-    "fixed_workspace", "context_workspace", "penalty_workspace",
+    "fixed_workspace", "context_workspace", "penalty_workspace", "graphs",
 )  # fmt: skip
 
 
@@ -27,12 +27,15 @@ def measured_terms(engine: Engine) -> dict[str, Any]:
     device, executor = engine.station.device, engine.executor
     peaks, scratch = device.peak_by_owner(), executor.runner.scratch
     fixed = engine.ledger.term("fixed_workspace").bytes
+    # Blocks of padding dummies lie in the pools, and the ledger counts them with the graphs.
+    padding_bytes = sum(group.set_aside_blocks * group.store.block_bytes for group in executor.kv.groups)
     held = {
         "weights": (peaks.get("weights", 0), peaks.get("weights", 0)),
         "activations": _twice(sum(peaks.get(owner, 0) for owner in ("activations", TENSOR_OWNER, "static_inputs"))),
         "fixed_workspace": (min(scratch.capacity_bytes, fixed), min(scratch.peak_bytes, fixed)),
         "context_workspace": (max(scratch.capacity_bytes - fixed, 0), max(scratch.peak_bytes - fixed, 0)),
         "penalty_workspace": (executor.sampler.table_bytes, peaks.get("penalty_workspace", 0)),
+        "graphs": _twice(peaks.get("graphs", 0) + padding_bytes),
         "other_processes": _twice(device.account.others_bytes),
         "fragmentation": _twice(_rounding_bytes(device)),
     }
@@ -40,10 +43,15 @@ def measured_terms(engine: Engine) -> dict[str, Any]:
     beside = sum(peaks.get(owner, 0) for owner in _OWNERS) + kv.allocated_bytes
     held["logits"] = (0, min(peaks.get("logits", 0), max(0, device.sample().alloc_peak - beside)))
     terms = [{"name": name, "bytes": now, "peak_bytes": peak} for name, (now, peak) in held.items() if now or peak]
-    held_bytes = sum(now for now, _ in held.values()) + kv.allocated_bytes
+    kv_bytes = kv.allocated_bytes - padding_bytes
+    held_bytes = sum(now for now, _ in held.values()) + kv_bytes
     return {
         "terms": terms,
-        "kv_cache": {"bytes": kv.allocated_bytes, "peak_bytes": kv.peak_used_bytes, "blocks": kv.pool.num_blocks},
+        "kv_cache": {
+            "bytes": kv_bytes,
+            "peak_bytes": kv.peak_used_bytes,
+            "blocks": kv.pool.num_blocks - kv.groups[0].set_aside_blocks,
+        },
         "unassigned_bytes": max(0, device.total_bytes - held_bytes),
         "peak_bytes": device.sample().alloc_peak,
         "capacity_bytes": device.total_bytes,

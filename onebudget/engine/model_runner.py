@@ -14,6 +14,7 @@ from onebudget.attention.pages import page_groups
 from onebudget.device.meter import StorageMeter
 from onebudget.engine import logprobs
 from onebudget.engine.failures import Relief
+from onebudget.engine.graphs import GraphCounts
 from onebudget.engine.inputs import StaticInputs
 from onebudget.engine.logprobs import layers_once, log_probabilities, prompt_pieces
 from onebudget.engine.sampled import SampledTokens
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from onebudget.core import ScheduledBatch
     from onebudget.device.base import Device
     from onebudget.engine.executor import Counters
+    from onebudget.engine.graphs import DecodeGraphs
     from onebudget.engine.sampler import Sampler
     from onebudget.engine.stages import Stages
     from onebudget.models.load import LoadedModel
@@ -58,17 +60,32 @@ class ModelRunner:
             self.inputs = StaticInputs(manager, config, groups)
         self.scratch = ScratchBuffer(manager, scope=lambda: stages.open("workspace"))
         self._backend = backend_for(model.facts)(groups, self.scratch, model.facts, model.dtype)
+        self.graphs: DecodeGraphs | None = None
+        self.graph_counts = GraphCounts()
 
     def forward(self, batch: ScheduledBatch) -> torch.Tensor:
         """Launch the batch; logits ``[rows, vocab]`` of each prompt that ends in this step and each generating request.
 
-        Tokens that the host has not read are taken from ``inputs.sampled``.
+        Tokens that the host has not read are taken from ``inputs.sampled``. Logits of a graph are valid until the next
+        forward.
         """
+        key = None if self.graphs is None else self.graphs.choose(batch)
+        if key is None:
+            self.graph_counts.eager += 1
+            return self._eager(batch)
+        assert self.graphs is not None
+        self.graph_counts.hits += 1
+        self.graph_counts.padded += key.batch_size > batch.size
+        with torch.inference_mode():
+            return self.graphs.run(batch, key, self.inputs.place_sampled)
+
+    def _eager(self, batch: ScheduledBatch) -> torch.Tensor:
         with self._no_gradients():
             tokens, rows, plan = self.inputs.fill(batch)
             token = current_backend.set(self._backend)
             try:
                 with self._meter():
+                    self._backend.kv_written = False
                     self._backend.begin(plan)
                     return self._logits(batch, tokens, rows)
             finally:
@@ -117,20 +134,22 @@ class ModelRunner:
 
     def count(self, counters: Counters) -> None:
         """Write what this runner knows about the steps so far."""
-        counters.graph_eager = counters.steps
+        counts = self.graph_counts
+        counters.graph_hits, counters.graph_padded, counters.graph_eager = counts.hits, counts.padded, counts.eager
         counters.scratch_grow = self.scratch.grow_count
 
     @property
     def kv_written(self) -> bool:
         """Whether the last forward may have written to the cache."""
-        return getattr(self._backend, "kv_written", True)
+        return self._backend.kv_written
 
     def relieve(self) -> Relief | None:
         """After memory ran out: note who holds what, then give back scratch and caches that no request needs."""
         self._device.synchronize()
         sample, owners = self._device.sample(), dict(self._device.used_by_owner())
         before = self._device.free_bytes()
-        self.scratch.release()
+        if self.graphs is None:  # recordings read and write the scratch where it is
+            self.scratch.release()
         self._device.empty_cache()
         if self._device.existing_pool is not None:
             self._manager.pool_trim_to(0)
@@ -150,7 +169,7 @@ class ModelRunner:
     @property
     def workspace_buffers(self) -> list[Buffer]:
         """Everything of the workspace stage that exists by now."""
-        return [*self.inputs.buffers, *self.scratch.buffers]
+        return [*self.inputs.buffers, *self.scratch.buffers, *(self.graphs.buffers if self.graphs else ())]
 
     def rebuild_workspace(self, stages: Stages) -> None:
         """New inputs and scratch after their memory was lost; nothing of them outlives a step."""
@@ -159,5 +178,8 @@ class ModelRunner:
             self.inputs.allocate()
 
     def release(self) -> None:
+        if self.graphs is not None:
+            self.graphs.release()
+            self.graphs = None
         self.scratch.release()
         self.inputs.release()

@@ -18,6 +18,8 @@ class CapturedGraph(ABC):
     """One capture. ``outputs`` lie in the pool: valid until the next replay of any graph of the pool."""
 
     outputs: Outputs
+    nbytes: int = 0
+    """What it uses of the pool while it runs, where that is known."""
 
     @abstractmethod
     def replay(self) -> None: ...

@@ -26,6 +26,8 @@ class HostGraph(CapturedGraph):
     """A recording over one arena."""
 
     def __init__(self, recording: Recording, arena: torch.Tensor, offsets: list[int]) -> None:
+        self.nbytes = arena.numel() + recording.workspace_bytes
+
         def real(slot: Slot) -> torch.Tensor:
             return slot.in_arena(arena, offsets[slot.storage])
 

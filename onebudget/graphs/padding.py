@@ -24,7 +24,8 @@ def dummy_id(draft_len: int) -> int:
 class PaddingDummies:
     """Made from the managers that hold something per sequence, the KV manager first, and released from all of them.
 
-    Made at the end of warm-up: later the cache may be full for good, and every padded batch would then run eagerly.
+    A dummy stands behind a prompt of one token. Made at the end of warm-up: later the cache may be full for good, and
+    every padded batch would then run eagerly.
     """
 
     def __init__(self, managers: Sequence[BaseResourceManager]) -> None:
@@ -45,7 +46,7 @@ class PaddingDummies:
         made: list[Request] | None = None
         asked: list[BaseResourceManager] = []
         for manager in self._managers:
-            got = manager.add_dummy_requests([dummy_id(draft_len)], tokens=1 + draft_len, generation=True)
+            got = manager.add_dummy_requests([dummy_id(draft_len)], tokens=2 + draft_len, generation=True)
             if got is None:
                 for earlier in asked:
                     earlier.free(made[0])  # type: ignore[index]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -279,11 +279,3 @@ def _takes_likeliest(request: Request) -> bool:
 @contextmanager
 def _as_they_are(rows: list[Request]) -> Iterator[list[Request]]:
     yield rows
-
-
-def bytes_by_bucket(sizes: Mapping[GraphKey, int]) -> dict[int, int]:
-    """The most that any key of a batch size takes."""
-    by_bucket: dict[int, int] = {}
-    for key, nbytes in sizes.items():
-        by_bucket[key.batch_size] = max(nbytes, by_bucket.get(key.batch_size, 0))
-    return by_bucket

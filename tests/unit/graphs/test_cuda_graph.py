@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 from onebudget.graphs.cuda_graph import CUDAGraphBackend
 from onebudget.graphs.keys import GraphKey

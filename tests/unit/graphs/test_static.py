@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 from onebudget.buffers import BufferManager
 from onebudget.device import open_device

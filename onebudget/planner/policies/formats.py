@@ -69,7 +69,7 @@ def weight_format(text: str | None, quantization: Mapping[str, Any] | None, mode
         return named
     if quantization:
         declared = " ".join(str(quantization.get(key, "")) for key in ("quant_algo", "format", "quant_method"))
-        width = "4bit" if str(quantization.get("bits")) == "4" else "int8" if quantization.get("bits") == 8 else ""  # noqa: PLR2004
+        width = "4bit" if str(quantization.get("bits")) == "4" else "int8" if quantization.get("bits") == 8 else ""
         found = _named(f"{declared} {width}")
         if found:
             return found

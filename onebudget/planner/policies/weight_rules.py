@@ -99,7 +99,7 @@ def _attention_parameters(dims: Dims, layer: LayerDims, tp: int) -> tuple[int, i
 def _absorbed_bits(dims: Dims, kind: WeightFormat, shard: Shard) -> int:
     """Copies of the up-projections that latent attention multiplies into queries and outputs, kept in 16 bits where the
     source is quantised."""
-    if not dims.is_latent or kind.bits >= 16 or kind.experts_only:  # noqa: PLR2004
+    if not dims.is_latent or kind.bits >= 16 or kind.experts_only:
         return 0
     return 16 * dims.heads // shard.tp * dims.kv_lora * (dims.nope + dims.v_head)
 

@@ -48,7 +48,9 @@ class GroupPlan:
     padding_layers: int = 0
 
 
-def cached_layers(dims: Dims, bits: Fraction, tp: int, state_bytes: tuple[int, int], draft_tokens: int) -> list[CachedLayer]:
+def cached_layers(
+    dims: Dims, bits: Fraction, tp: int, state_bytes: tuple[int, int], draft_tokens: int
+) -> list[CachedLayer]:
     """Every layer's cache on one rank; layers that share another's cache own nothing. ``state_bytes``: element sizes of
     the convolution window and the state; drafts lengthen the window by ``draft_tokens`` rows."""
     layers = []

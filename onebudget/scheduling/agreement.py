@@ -31,7 +31,13 @@ class Agreement(Protocol):
 
     def can_queue(self, size: int) -> bool: ...
 
-    def end_padding(self, batch: ScheduledBatch) -> None: ...
+    def stand_in(self, batch: ScheduledBatch) -> None:
+        """Put dummies into an empty batch that takes the place of one that failed after the vote."""
+        ...
+
+    def end_padding(self) -> None:
+        """The dummies are gone."""
+        ...
 
     def end_step(self, failed: Iterable[int]) -> set[int]:
         """Ids of requests that failed in this step on any rank."""
@@ -53,7 +59,10 @@ class Alone:
     def can_queue(self, size: int) -> bool:
         return size > 0
 
-    def end_padding(self, batch: ScheduledBatch) -> None:
+    def stand_in(self, batch: ScheduledBatch) -> None:
+        pass
+
+    def end_padding(self) -> None:
         pass
 
     def end_step(self, failed: Iterable[int]) -> set[int]:
@@ -81,17 +90,19 @@ class AttentionDataParallel:
     def pad(self, batch: ScheduledBatch) -> None:
         if batch.size or not self._somebody_works:
             return
-        self.padding = self._make_dummies([DUMMY_ID]) or []
-        for dummy in self.padding:
-            batch.generation.append(dummy)
+        self.stand_in(batch)
         self.padded_steps += len(self.padding)
+
+    def stand_in(self, batch: ScheduledBatch) -> None:
+        self.padding = self._make_dummies([DUMMY_ID]) or []
+        batch.generation += self.padding
 
     def can_queue(self, size: int) -> bool:
         agreed = all(self._gather("queue", size))
         self.postponed_steps += size > 0 and not agreed
         return agreed
 
-    def end_padding(self, batch: ScheduledBatch) -> None:
+    def end_padding(self) -> None:
         self.padding = []
 
     def end_step(self, failed: Iterable[int]) -> set[int]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from onebudget.core import Request, RequestState, ScheduledBatch
+from onebudget.resources.base import ResourceKind
 from onebudget.scheduling.agreement import Alone
 from onebudget.scheduling.deadlock import DeadlockDetector
 
@@ -70,7 +71,7 @@ class Moments:
         self.agreement = agreement or Alone()
         self.clock = clock
         self.on_token: Callable[[Request], None] | None = None
-        self.fail = on_failure
+        self._on_failure = on_failure
         self._kv = kv
         self._on_batch = on_batch
         self._on_release = on_release
@@ -86,7 +87,7 @@ class Moments:
 
         ``StateError`` when nothing has moved for many steps; ``in_flight`` says that a launched step still may.
         """
-        self.agreement.begin_step(self.scheduler.has_work)
+        self.agreement.begin_step(self.scheduler.has_more_to_compute)
         batch = self.scheduler.schedule()
         self.scheduled = batch.size
         self._deadlock.watch(batch.size, in_flight=in_flight or bool(batch.paused))
@@ -113,8 +114,30 @@ class Moments:
 
     def prepare(self, batch: ScheduledBatch) -> None:
         """Hold what the cache has of new requests, then the managers' hooks with the token fit behind them."""
-        self.scheduler.begin(batch)
-        self.resources.prepare(batch)
+        try:
+            self.scheduler.begin(batch)
+            self.resources.prepare(batch)
+        except Exception:
+            self._join_with_dummies(batch)
+            raise
+
+    def _join_with_dummies(self, batch: ScheduledBatch) -> None:
+        """Ranks that agreed to compute wait for each other inside the forward, so one whose batch failed takes part
+        with dummies."""
+        self._drop_padding(batch)
+        stand_in = ScheduledBatch()
+        self.agreement.stand_in(stand_in)
+        if stand_in.size:
+            try:
+                self.resources.get(ResourceKind.KV).prepare(stand_in)  # type: ignore[union-attr]
+                self.model.forward(stand_in, None)
+            finally:
+                self._drop_padding(stand_in)
+
+    def fail(self, batch: ScheduledBatch, error: Exception) -> list[Request]:
+        """A step failed; returns the requests that ended with it."""
+        self._drop_padding(batch)
+        return self._on_failure(batch, error)
 
     # -- behind it --------------------------------------------------------------------------------------------
 
@@ -140,7 +163,7 @@ class Moments:
         for request in self.agreement.padding:
             request.finish("length")
             self.release(request)
-        self.agreement.end_padding(batch)
+        self.agreement.end_padding()
 
     def take(self, batch: ScheduledBatch, tokens: Sequence[int]) -> None:
         """Append a step's tokens. Requests that ended meanwhile get none.

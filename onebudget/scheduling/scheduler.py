@@ -80,6 +80,11 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     @property
+    def has_more_to_compute(self) -> bool:
+        """Whether anybody waits or needs a further step: last tokens on their way need none."""
+        return bool(self.waiting) or any(request.state <= RequestState.GENERATION for request in self.running)
+
+    @property
     def deferred(self) -> int:
         """How often a context was held back by the cap on attended tokens."""
         return self._cap.deferred

@@ -8,12 +8,19 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from onebudget.budget.ledger import Ledger, Term
+from onebudget.config import BudgetConfig
+from onebudget.core import Request, SamplingParams
+from onebudget.devtools.scripted import ScriptedRunner
+from onebudget.engine.data_parallel import attention_data_parallel
+from onebudget.engine.executor import Executor
 from onebudget.engine.process_ranks import ProcessRanks
 from onebudget.engine.ranks import read_environment
 from onebudget.errors import AgreementError, BudgetError, ModelError
+from onebudget.resources import KVCacheManager
+from onebudget.resources.kv.store import CountedStore
 
 SEEN: list[Any] = []
 
@@ -87,10 +94,29 @@ def hang(ranks: ProcessRanks) -> None:
             signal.pause()
 
 
+def serve_own_requests(ranks: ProcessRanks) -> None:
+    """Rank 0 has three requests, rank 1 has one that comes late; both compute in every step or none does."""
+    config = BudgetConfig(max_seq_len=64, max_num_tokens=16, tokens_per_block=4)
+    kv = KVCacheManager(CountedStore(16, 4))
+    runner = ScriptedRunner(lambda one: 7)
+    agreement = attention_data_parallel(ranks, kv)
+    engine = Executor(config, cast("Any", runner), kv, agreement=agreement)
+    requests = [Request(number, [5] * 6, SamplingParams(), max_new_tokens=3) for number in range(3 - 2 * ranks.rank)]
+    for step in range(14):
+        if step == 4 * ranks.rank:
+            for one in requests:
+                engine.submit(one)
+        engine.step()
+    SEEN.append([[one.finish_reason, len(one.output_token_ids)] for one in requests])
+    SEEN.append(len(runner.steps))
+    SEEN.append(kv.free_blocks)
+
+
 SCENARIOS: dict[str, Callable[[ProcessRanks], None]] = {
     work.__name__: work
     for work in (
         exchange, raise_in_stage, raise_amid_exchange, all_fail_alike, die, leave_without_a_word, hang,
+        serve_own_requests,
     )
 }  # fmt: skip
 

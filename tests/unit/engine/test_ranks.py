@@ -280,6 +280,13 @@ def test_ranks_exchange_values_and_stop_together() -> None:
         assert seen[6:] == ["step 0", "step 1", "KeyboardInterrupt"]  # rank 1 was interrupted in its step 1
 
 
+def test_ranks_with_requests_of_their_own_compute_in_the_same_steps() -> None:
+    first, second = (each["seen"] for each in outcomes("serve_own_requests", 2))
+    assert (first[0], second[0]) == ([["length", 3]] * 3, [["length", 3]])
+    assert first[1] == second[1]
+    assert first[2] == second[2] == 16
+
+
 def test_a_rank_that_raises_in_a_stage_ends_all_with_what_it_says() -> None:
     first, second = outcomes("raise_in_stage", 2)
     assert (first["status"], first["error"], first["message"]) == (3, "BudgetError", "rank 1: does not fit")

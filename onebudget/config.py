@@ -131,7 +131,7 @@ class Knob:
 
 UNBUILT_KNOBS = frozenset(
     {
-        "cross_kv_fraction", "max_attention_window", "max_beam_width",
+        "cross_kv_fraction", "max_beam_width",
     }
 )  # fmt: skip
 """Knobs that the derivation knows and our engine does not act on yet: it refuses them instead of ignoring them."""

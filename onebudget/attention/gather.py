@@ -83,6 +83,7 @@ class GatherBackend(AttentionBackend):
         up_projection: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert up_projection is None
+        sliding_window = self._pages.window_of(layer, sliding_window)
         plan = self._plan_of(layer)
         for page, computed in zip(self._pages.parts(layer), (key, value), strict=True):
             page.slots.index_copy_(0, plan.slots, computed[0].transpose(0, 1))

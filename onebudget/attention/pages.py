@@ -38,6 +38,12 @@ class LayerPages:
     def group_of(self, layer: int) -> int:
         return self._places[layer][0]
 
+    def window_of(self, layer: int, own: int | None) -> int | None:
+        """How far back a layer looks: its own window, or its group's where settings narrowed that."""
+        number, _ = self._places[layer]
+        narrowed: int | None = getattr(self._groups[number], "window_tokens", None)
+        return own if narrowed is None else min(narrowed, own or narrowed)
+
     def parts(self, layer: int) -> list[PagePart]:
         number, local = self._places[layer]
         return self._groups[number].store.parts[local]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from onebudget.attention import backend_for
 from onebudget.budget.ranks import host_tier_bytes
-from onebudget.errors import AllocationError
+from onebudget.errors import AllocationError, ConfigError
 from onebudget.models.facts import KV_DTYPE_BYTES, kv_dtype_name
 from onebudget.resources.kv import division
 from onebudget.resources.kv.counters import KVCounters
@@ -37,7 +37,12 @@ logger = logging.getLogger(__name__)
 
 
 def layer_groups(facts: ModelFacts, dtype: str, config: BudgetConfig) -> tuple[division.LayerGroup, ...]:
-    """Groups of layers by how far they look back; several ranks keep one pool for all."""
+    """Groups of layers by how far they look back; several ranks keep one pool for all.
+
+    ``ConfigError`` for a narrower window where layers are latent: theirs have none.
+    """
+    if config.max_attention_window and "latent" in facts.layers:
+        raise ConfigError.for_field("max_attention_window", config.max_attention_window, "None for latent attention")
     element_bytes = KV_DTYPE_BYTES[kv_dtype_name(config.kv_cache_dtype, dtype)]
     layer_bytes = facts.kv_elements_per_token() * element_bytes // max(1, len(facts.layers))
     sliding = facts.sliding_window if facts.ranks == 1 else None

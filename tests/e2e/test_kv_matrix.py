@@ -132,3 +132,20 @@ def test_a_model_of_sliding_and_full_layers_returns_its_front(tmp_path: Path, ma
         assert listed["full"] == full.num_blocks - full.set_aside_blocks
         assert listed["window 24"] == windowed.num_blocks - windowed.set_aside_blocks
         assert windowed.peak_used_blocks < full.peak_used_blocks
+
+
+def test_a_narrower_window_is_what_layers_attend_to(tmp_path: Path) -> None:
+    """The model's window is 24 and the knob's 16, with blocks of any size: the same answers as of a model of 16."""
+    settings = {"device_memory": "64MiB", "dtype": "fp32", "max_seq_len": 256, "max_batch_size": 2}
+    texts = [[5 + (7 * number + step) % 250 for step in range(20 + 50 * number)] for number in range(3)]
+    longer = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    narrow = tiny_model("sliding", tmp_path / "narrow", sliding_window=16)
+    with LLM(narrow, **settings, max_num_tokens=256) as llm:
+        wanted = [llm.generate([text], longer)[0].token_ids for text in texts]
+    wide = tiny_model("sliding", tmp_path / "wide")
+    with LLM(wide, **settings, max_num_tokens=256) as llm:
+        assert [output.token_ids for output in llm.generate(texts, longer)] != wanted
+    with LLM(wide, **settings, max_num_tokens=40, tokens_per_block=4, max_attention_window=[16]) as llm:
+        assert [output.token_ids for output in llm.generate(texts, longer)] == wanted
+        (group,) = llm.engine.executor.kv.groups
+        assert (group.window_tokens, group.used_blocks) == (16, group.set_aside_blocks)

@@ -419,4 +419,4 @@ def _as_groups(groups: KVStore | KVGroup | Sequence[KVGroup], counters: KVCounte
         return (groups,)
     if isinstance(groups, Sequence):
         return tuple(groups)
-    return (KVGroup(groups, counters=counters),)
+    return (KVGroup(groups, layers=range(getattr(groups, "num_layers", 0)), counters=counters),)

@@ -146,6 +146,10 @@ class KVPool:
         return self.layout.block_bytes
 
     @property
+    def num_layers(self) -> int:
+        return self.layout.num_layers
+
+    @property
     def tokens_per_block(self) -> int:
         return self.layout.tokens_per_block
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from onebudget.core import Request, RequestState, ScheduledBatch
+from onebudget.errors import ConfigError
 from onebudget.scheduling.capacity import NO_LIMIT, make_policy, scheduler_capacity
 from onebudget.scheduling.chunks import ChunkPolicy, chunk_unit, equal_chunks, next_chunk
 from onebudget.scheduling.filters import AttendedCap, BatchWait, PostFilter, RecurrentCapacity, StepLoad
@@ -43,6 +44,10 @@ class Scheduler:
         balance: PostFilter | None = None,
         free_states: Callable[[], int] | None = None,
     ) -> None:
+        if chunk_policy == "equal_progress" and config.scheduler_policy == "max_utilization":
+            raise ConfigError.for_field(
+                "chunk_policy", chunk_policy, "first_come_first_served where blocks are given out step by step"
+            )
         self._kv = kv
         self._is_v2 = config.kv_cache_manager == "v2"
         self._policy = make_policy(
@@ -194,6 +199,8 @@ class Scheduler:
         return Piece(request, position, tokens)
 
     def _chunk(self, request: Request, position: int, tokens_left: int, *, is_first: bool) -> int:
+        if self._chunk_policy == "equal_progress":
+            tokens_left = min(tokens_left, self._unit)  # a unit for each who can run; what is left is spread later
         return next_chunk(
             position, request.context_tokens, tokens_left, unit=self._unit, chunked=self._chunked, is_first=is_first
         )

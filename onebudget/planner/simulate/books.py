@@ -17,6 +17,34 @@ from onebudget.resources.kv.v2 import KVCacheManagerV2
 
 if TYPE_CHECKING:
     from onebudget.config import BudgetConfig
+    from onebudget.resources.kv.tier import BlockTier
+
+
+@dataclass(slots=True)
+class CopyMeter:
+    """Bytes that were copied between the device and tiers below it, since somebody asked last."""
+
+    copied_bytes: int = 0
+
+    def take(self) -> int:
+        copied, self.copied_bytes = self.copied_bytes, 0
+        return copied
+
+
+class MeteredStore(CountedStore):
+    """Blocks without contents whose copies are counted."""
+
+    def __init__(self, num_blocks: int, tokens_per_block: int, block_bytes: int, meter: CopyMeter) -> None:
+        super().__init__(num_blocks, tokens_per_block, block_bytes)
+        self._meter = meter
+
+    def offload(self, blocks: Sequence[int], tier: BlockTier, slots: Sequence[int]) -> bool:
+        self._meter.copied_bytes += len(blocks) * self.block_bytes
+        return True
+
+    def onboard(self, tier: BlockTier, slots: Sequence[int], blocks: Sequence[int]) -> int:
+        self._meter.copied_bytes += len(slots) * self.block_bytes
+        return len(slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +58,21 @@ class CountedPool:
 
 
 def counted_kv_manager(
-    pools: Sequence[CountedPool], config: BudgetConfig, *, attended_tokens_cap: int | None = None
+    pools: Sequence[CountedPool],
+    config: BudgetConfig,
+    *,
+    attended_tokens_cap: int | None = None,
+    meter: CopyMeter | None = None,
 ) -> KVCacheManager:
-    """The manager that ``config`` asks for. Whole blocks are reused, because traces know of no smaller pieces."""
+    """The manager that ``config`` asks for; ``meter`` hears of its copies.
+
+    Whole blocks are reused, because traces know of no smaller pieces.
+    """
     if not pools or any(pool.blocks < 1 for pool in pools):
         raise ConfigError.for_field("kv_blocks", [pool.blocks for pool in pools], "at least 1 block per pool")
     counters = KVCounters()
-    groups = [_group(pool, pools, config, counters) for pool in pools]
+    meter = meter or CopyMeter()
+    groups = [_group(pool, pools, config, counters, meter) for pool in pools]
     settings = {
         "reuse": config.enable_block_reuse,
         "partial_reuse": False,
@@ -48,7 +84,9 @@ def counted_kv_manager(
     return KVCacheManager(groups, **settings)  # type: ignore[arg-type]
 
 
-def _group(pool: CountedPool, pools: Sequence[CountedPool], config: BudgetConfig, counters: KVCounters) -> KVGroup:
+def _group(
+    pool: CountedPool, pools: Sequence[CountedPool], config: BudgetConfig, counters: KVCounters, meter: CopyMeter
+) -> KVGroup:
     layers = LayerGroup(pool.window_tokens, (), pool.bytes_per_token)
     near, far, *_ = [
         *_tier("host", config.host_cache_bytes, pool, pools, config),
@@ -57,7 +95,7 @@ def _group(pool: CountedPool, pools: Sequence[CountedPool], config: BudgetConfig
         None,
     ]
     return KVGroup(
-        CountedStore(pool.blocks, config.tokens_per_block, pool.bytes_per_token * config.tokens_per_block),
+        MeteredStore(pool.blocks, config.tokens_per_block, pool.bytes_per_token * config.tokens_per_block, meter),
         window_tokens=pool.window_tokens,
         step_slack_blocks=step_slack(layers, pool.blocks, config),
         near=near,

@@ -9,7 +9,7 @@ from onebudget.budget.reserves import seat_count
 from onebudget.config import BudgetConfig
 from onebudget.core import Request, SamplingParams, Timings
 from onebudget.errors import CapacityError, ConfigError
-from onebudget.planner.simulate.books import CountedPool, counted_kv_manager
+from onebudget.planner.simulate.books import CopyMeter, CountedPool, counted_kv_manager
 from onebudget.planner.simulate.result import KVUse, RequestCounts, SimulationResult, Spread, StepCounts
 from onebudget.planner.simulate.timeline import Timeline
 from onebudget.planner.simulate.tokens import prompt_token_ids
@@ -35,7 +35,6 @@ STATED_KNOBS = (
 )  # fmt: skip
 UNKNOWN_ANSWERS = "Answers are taken to differ from everything else: only prompts are found in the cache."
 NO_PREFIXES = "The trace names no prefixes: nothing is reused between requests."
-COPIES_ARE_FREE = "Copies between the device and the tiers below it take no virtual time."
 
 
 def simulate(
@@ -83,8 +82,9 @@ class Simulation:
         self._trace = trace
         self._config = config
         self._clock = clock
-        self.kv = counted_kv_manager(pools, config, attended_tokens_cap=attended_tokens_cap)
-        self.card = VirtualCard(clock, self._launched)
+        meter = CopyMeter()
+        self.kv = counted_kv_manager(pools, config, attended_tokens_cap=attended_tokens_cap, meter=meter)
+        self.card = VirtualCard(clock, self._launched, meter.take)
         slots = SequenceSlotManager(seat_count(max_batch_size=config.max_batch_size))
         self.resources = ResourceManager({ResourceKind.SEQ_SLOT: slots, ResourceKind.KV: self.kv}, fit=self._fit)
         self.scheduler = Scheduler(config, self.kv)
@@ -263,8 +263,7 @@ class Simulation:
 
     def _notes(self) -> tuple[str, ...]:
         prefixes = any(request.prefix_ids is not None for request in self._trace.requests)
-        tiers = self._config.host_cache_bytes or self._config.disk_cache_bytes
-        return UNKNOWN_ANSWERS if prefixes else NO_PREFIXES, *((COPIES_ARE_FREE,) if tiers else ())
+        return (UNKNOWN_ANSWERS if prefixes else NO_PREFIXES,)
 
 
 _PARAMS = SamplingParams(max_tokens=1, ignore_eos=True)

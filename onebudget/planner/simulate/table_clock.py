@@ -18,6 +18,7 @@ KNOWN_FORMS = (
     "a CSV with the columns tokens, seconds and perhaps batch (requests of the step), or a JSON list of objects with "
     "these names"
 )
+FORMULA = "straight lines between the rows; copies between tiers of the KV cache take no time"
 Curve = Sequence[tuple[float, float]]
 
 
@@ -27,7 +28,7 @@ class TableClock:
 
     ``curves`` holds for each number of requests in a step, ascending, the points ``(tokens, seconds)``. Between two
     numbers of requests the times are blended; without a ``batch`` column there is one curve for all. What the host
-    takes is part of the times.
+    takes is part of the times, and copies between tiers take none.
     """
 
     source: str
@@ -51,7 +52,7 @@ class TableClock:
             for batch, curve in self.curves
             for tokens, seconds in curve
         ]
-        return {"kind": "table", "formula": "straight lines between the rows", "source": self.source, "rows": rows}
+        return {"kind": "table", "formula": FORMULA, "source": self.source, "rows": rows}
 
 
 def _on_curve(points: Curve, at: float) -> float:

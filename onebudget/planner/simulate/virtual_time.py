@@ -36,12 +36,14 @@ class VirtualCard:
 
     A step starts when the host has launched it and the step before is through; reading its tokens waits for its end.
     So in a loop that reads before it launches again the host's time adds to the card's, and in one that launches first
-    it hides behind it. ``launched`` is told the end of every step.
+    it hides behind it. ``launched`` is told the end of every step, ``copied_bytes`` tells
+    what went between tiers since the last one.
     """
 
-    def __init__(self, clock: StepClock, launched: Launched) -> None:
+    def __init__(self, clock: StepClock, launched: Launched, copied_bytes: Callable[[], int] = lambda: 0) -> None:
         self._clock = clock
         self._launched = launched
+        self._copied_bytes = copied_bytes
         self.now_s = 0.0
         self.busy_until_s = 0.0
         self.steps = 0
@@ -54,6 +56,7 @@ class VirtualCard:
     def forward(self, batch: ScheduledBatch, sampled_before: object | None) -> float:
         """When the batch will be through."""
         work = work_of(batch)
+        work.copied_bytes = self._copied_bytes()
         self.now_s += self._clock.host_seconds(work)
         end = max(self.now_s, self.busy_until_s) + self._clock.card_seconds(work)
         self.busy_until_s = end

@@ -21,13 +21,14 @@ from onebudget.planner.simulate import (
 
 
 class Seconds:
-    """A clock of whole seconds: the host needs one per step, the card two, and one more per 100 context tokens."""
+    """A clock of whole seconds: the host needs one per step, the card two, and one more per 100 context tokens
+    or per 1,000 bytes copied."""
 
     def host_seconds(self, work: StepWork) -> float:
         return 1.0
 
     def card_seconds(self, work: StepWork) -> float:
-        return 2.0 + work.context_tokens / 100
+        return 2.0 + work.context_tokens / 100 + work.copied_bytes / 1000
 
     def stated(self) -> Mapping[str, Any]:
         return {"kind": "seconds"}
@@ -97,6 +98,17 @@ def test_a_cap_on_attended_tokens_defers() -> None:
     trace = Trace("two", (TraceRequest(0.0, 100, 1), TraceRequest(0.0, 100, 1)))
     result = simulate(trace, kv_blocks=100, clock=Seconds(), config=config, attended_tokens_cap=150)
     assert (result.steps.deferred, result.requests.finished) == (1, 2)
+
+
+def test_copies_between_tiers_take_their_time() -> None:
+    """The second prompt pushes 4 blocks of 100 bytes of the first one out; the third one brings them back, and pushes
+    those of the second out."""
+    requests = [TraceRequest(at, 49, 1, (number,)) for at, number in ((0.0, 0), (10.0, 1), (20.0, 0))]
+    config = BudgetConfig(max_seq_len=100, tokens_per_block=10, overlap=False, host_cache_bytes=1000)
+    trace = Trace("three", tuple(requests))
+    result = simulate(trace, kv_blocks=[CountedPool(5, None, 10)], clock=Seconds(), config=config)
+    assert (result.kv.counters["offloaded"], result.kv.counters["onboarded"]) == (4 + 4, 4)
+    assert result.virtual_s == pytest.approx(20.0 + 3.0 + 0.09 + (4 + 4) * 0.1)
 
 
 LOAD = SyntheticLoad(requests=150, requests_per_s=50.0, turn_tokens=600, output_tokens=120, longest_tokens=4000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,15 +68,8 @@ def read_safetensors_header(path: Path) -> list[TensorEntry]:
 def _entries(path: Path, header: dict[str, Any]) -> list[TensorEntry]:
     """Tensors in the order of the header. Their data must lie one behind the other, without overlap or hole."""
     try:
-        spans = {
-            name: tuple(int(offset) for offset in info["data_offsets"])
-            for name, info in header.items()
-            if name != "__metadata__"
-        }
-        entries = [
-            TensorEntry(name, str(header[name]["dtype"]), tuple(map(int, header[name]["shape"])), end - start)
-            for name, (start, end) in spans.items()
-        ]
+        entries = read_safetensors_table(header)
+        spans = {entry.name: tuple(int(offset) for offset in header[entry.name]["data_offsets"]) for entry in entries}
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ModelError(f"{path} has a damaged safetensors header ({error!r}). Fetch it again.") from error
     reached = 0
@@ -86,6 +80,16 @@ def _entries(path: Path, header: dict[str, Any]) -> list[TensorEntry]:
                 f"{reached:,}. Fetch it again."
             )
         reached = end
+    return entries
+
+
+def read_safetensors_table(header: Mapping[str, Any]) -> list[TensorEntry]:
+    """Tensors of a parsed header, in its order; ``KeyError``, ``TypeError`` or ``ValueError`` for a damaged one."""
+    entries = []
+    for name, info in header.items():
+        if name != "__metadata__":
+            start, end = (int(offset) for offset in info["data_offsets"])
+            entries.append(TensorEntry(name, str(info["dtype"]), tuple(map(int, info["shape"])), end - start))
     return entries
 
 

@@ -85,7 +85,7 @@ def parse_gpu(text: str) -> tuple[str, int]:
     behind = re.fullmatch(r"(.+?)\s*[x*×]\s*(\d+)", text)
     before = re.fullmatch(r"(\d+)\s*[x*×]\s*(.+)", text)
     name, count = (behind[1], behind[2]) if behind else (before[2], before[1]) if before else (text, "1")
-    if not 1 <= int(count) <= 10_000:  # noqa: PLR2004
+    if not 1 <= int(count) <= 10_000:
         raise ConfigError.for_field("gpu", text, "a number of cards from 1 to 10000")
     return name, int(count)
 

@@ -67,7 +67,8 @@ class StepCounts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVUse:
     """The KV pool, and what prefixes saved. ``mean_used_blocks`` is weighted by time. Blocks kept only for reuse are
-    not used blocks. ``reused_blocks`` and ``missed_blocks`` are whole prompt blocks found and not found in the cache.
+    not used blocks. ``reused_blocks`` and ``missed_blocks`` are prompt blocks found and not found in the cache when
+    their request began; the manager's own ``counters`` include what paused requests found when they began again.
     """
 
     blocks: int

@@ -21,6 +21,7 @@ from onebudget.scheduling.overlap import OverlapLoop
 from onebudget.scheduling.plain import PlainLoop
 from onebudget.scheduling.scheduler import Scheduler
 from onebudget.scheduling.token_fit import fit_token_budget
+from onebudget.units import ceil_div
 
 if TYPE_CHECKING:
     from onebudget.core import ScheduledBatch
@@ -96,6 +97,7 @@ class Simulation:
         self._refused = self._failed = self._finished = 0
         self._trimmed = 0
         self._prompt_tokens = self._generated = 0
+        self._found = Found(config.tokens_per_block)
         self._first: list[float] = []
         self._gaps: list[float] = []
         self._last: list[float] = []
@@ -176,6 +178,8 @@ class Simulation:
 
     def _launched(self, end_s: float, batch: ScheduledBatch) -> None:
         self._record(end_s, batch.size)
+        for request in batch.context:
+            self._found.see(request)
 
     def _record(self, end_s: float, batch: int) -> None:
         used = self.kv.used_blocks
@@ -197,6 +201,7 @@ class Simulation:
         return requests
 
     def _count(self, request: Request) -> None:
+        self._found.forget(request)
         produced, first = len(request.output_token_ids), request.timings.first_token
         self._generated += produced
         if request.finish_reason == "error" or first is None:
@@ -255,15 +260,39 @@ class Simulation:
             peak_used_blocks=self.kv.peak_used_blocks,
             mean_used_blocks=self._block_seconds / end_s if end_s else 0.0,
             prompt_tokens=self._prompt_tokens,
-            reused_tokens=counters.reused_tokens,
-            reused_blocks=counters.reused,
-            missed_blocks=counters.missed,
+            reused_tokens=self._found.tokens,
+            reused_blocks=self._found.blocks,
+            missed_blocks=self._found.missed_blocks,
             counters=counters.to_dict(),
         )
 
     def _notes(self) -> tuple[str, ...]:
         prefixes = any(request.prefix_ids is not None for request in self._trace.requests)
         return (UNKNOWN_ANSWERS if prefixes else NO_PREFIXES,)
+
+
+class Found:
+    """What prompts found in the cache when they began; what a paused one finds of itself later does not count."""
+
+    def __init__(self, tokens_per_block: int) -> None:
+        self._size = tokens_per_block
+        self._begun: set[int] = set()
+        self.tokens = 0
+        self.missed_blocks = 0
+
+    @property
+    def blocks(self) -> int:
+        return self.tokens // self._size
+
+    def see(self, request: Request) -> None:
+        """A request with context in a step that is about to run."""
+        if request.id not in self._begun:
+            self._begun.add(request.id)
+            self.tokens += request.computed_tokens
+            self.missed_blocks += ceil_div(request.prompt_tokens - request.computed_tokens, self._size)
+
+    def forget(self, request: Request) -> None:
+        self._begun.discard(request.id)
 
 
 _PARAMS = SamplingParams(max_tokens=1, ignore_eos=True)

@@ -155,6 +155,7 @@ class Watched:
         self.simulation = Simulation(trace, [CountedPool(blocks)], config, clock)
         self.cache = BruteForceCache(blocks, config.tokens_per_block)
         self.sequences: dict[int, Held] = {}
+        self.first_hits: dict[int, int] = {}
         kv: Any = self.simulation.kv
         self._begin_all, self._prepare, self._update, self._free = kv.begin_all, kv.prepare, kv.update, kv.free
         kv.begin_all, kv.prepare, kv.update, kv.free = self.begin_all, self.prepare, self.update, self.free
@@ -174,6 +175,7 @@ class Watched:
             sequence = self.cache.begin(texts, (request.context_tokens - 1) // TOKENS_PER_BLOCK)
             assert sequence.blocks * TOKENS_PER_BLOCK == tokens
             self.sequences[request.id] = sequence
+            self.first_hits.setdefault(request.id, sequence.blocks)
         return found
 
     def prepare(self, batch: Any) -> None:
@@ -214,3 +216,4 @@ def test_requests_side_by_side(first_of: TraceOf, clock: RooflineClock, policy: 
     result = simulation.result()
     assert result.requests.finished == len(trace.requests)
     assert (result.steps.paused > 0) == (policy == "max_utilization")
+    assert result.kv.reused_blocks == sum(watched.first_hits.values())

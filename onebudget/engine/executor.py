@@ -277,6 +277,7 @@ class Executor:
 
     def rebuild(self, stage: str, stages: Stages) -> None:
         """New memory for a stage whose memory was lost; only for stages that lose their contents anyway."""
+        self.runner.drop_graphs()
         if stage == "kv_cache":
             for pool in self.kv.pools:
                 pool.release()

@@ -212,6 +212,13 @@ class DecodeGraphs:
             self.runner.drop(key)
             dropped.append(key)
 
+    def renew_padding(self) -> None:
+        """Make dummies anew whose blocks lost their contents: what lies there now may be no numbers."""
+        made = len(self.dummies) > 0
+        self.dummies.release()
+        if made:
+            self.dummies.get()
+
     def _pads(self) -> bool:
         """Whether some batch will really be padded."""
         captured = {key.batch_size for key in self.runner.graphs}

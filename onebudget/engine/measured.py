@@ -49,7 +49,7 @@ def measured_terms(engine: Engine) -> dict[str, Any]:
         "terms": terms,
         "kv_cache": {
             "bytes": kv_bytes,
-            "peak_bytes": kv.peak_used_bytes,
+            "peak_bytes": max(0, kv.peak_used_bytes - padding_bytes),
             "blocks": kv.pool.num_blocks - kv.groups[0].set_aside_blocks,
         },
         "unassigned_bytes": max(0, device.total_bytes - held_bytes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from onebudget.engine.stages import Stages
     from onebudget.models.load import LoadedModel
     from onebudget.resources.kv.manager import KVCacheManager
+
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -177,9 +181,23 @@ class ModelRunner:
         with stages.open("workspace"):
             self.inputs.allocate()
 
-    def release(self) -> None:
+    def drop_graphs(self) -> None:
+        """Memory that graphs were captured on is another now: decode runs eagerly from here on."""
+        if self.graphs is not None:
+            logger.warning("graphs stand on memory that was replaced; decode runs without them")
+            self._release_graphs()
+
+    def renew_padding(self) -> None:
+        """The cache lost its contents, those of padding dummies too."""
+        if self.graphs is not None:
+            self.graphs.renew_padding()
+
+    def _release_graphs(self) -> None:
         if self.graphs is not None:
             self.graphs.release()
             self.graphs = None
+
+    def release(self) -> None:
+        self._release_graphs()
         self.scratch.release()
         self.inputs.release()

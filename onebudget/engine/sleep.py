@@ -99,6 +99,7 @@ class Sleeper:
             self._executor.rebuild(stage, self._station.stages)
         if stage == "kv_cache":
             self._executor.kv.reset_reuse()
+            self._executor.runner.renew_padding()
 
     def _lost(self, stage: str) -> bool:
         return not all(_usable(buffer) for buffer in self._executor.buffers_of(stage, self._station.model))
@@ -107,6 +108,7 @@ class Sleeper:
         """Fill the weights from their files; into new memory where the old is lost."""
         module = host_model(self._folder, self._station.model.dtype)
         if anew:
+            self._executor.runner.drop_graphs()
             with self._station.stages.open("model"):
                 self._station.model.place_anew(module, self._station.manager)
         else:

@@ -104,6 +104,7 @@ class Executor:
         self._context_limit = ContextLimit(config.max_num_tokens, config.tokens_per_block)
         self._cancelled: set[int] = set()
         self._drained: list[Request] = []
+        self._report: Callable[[], dict[str, Any]] | None = None
         self._moments = Moments(
             self.scheduler,
             self.resources,
@@ -124,6 +125,16 @@ class Executor:
     def set_listener(self, on_token: Callable[[Request], None]) -> None:
         """Call ``on_token(request)`` after each of a request's tokens; it may finish the request."""
         self._moments.on_token = on_token
+
+    def set_reporter(self, report: Callable[[], dict[str, Any]]) -> None:
+        """What ``memory_report`` asks: the engine knows the ledger, an executor alone does not."""
+        self._report = report
+
+    def memory_report(self) -> dict[str, Any]:
+        """The live ledger of the engine this executor belongs to; ``StateError`` for one on its own."""
+        if self._report is None:
+            raise StateError("this executor belongs to no engine, so there is no ledger to report on")
+        return self._report()
 
     def submit(self, request: Request) -> None:
         """``StateError`` after the engine stopped."""

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,6 +17,7 @@ from onebudget.device import open_device
 from onebudget.engine.admission import admitted_new_tokens, refuse_what_never_fits
 from onebudget.engine.build import Engine, build_engine
 from onebudget.engine.measured import measured_terms
+from onebudget.engine.memory_report import memory_report
 from onebudget.engine.prompts import Message, Prompt, as_prompts, tokenize
 from onebudget.engine.ranks import RankGroup, open_ranks
 from onebudget.engine.session import Session, StreamChunk, Throughput
@@ -76,6 +78,7 @@ class LLM:
                 folder, config, opened, self._progress, strict_memory=strict_memory, ranks=self._ranks
             )
         self._engine.executor.set_listener(self._on_token)
+        self._engine.executor.set_reporter(partial(memory_report, self._engine))
         self._sessions: dict[int, Session] = {}
         self._next_id = 0
         self._throughput = Throughput()
@@ -196,15 +199,16 @@ class LLM:
     # -- reports ----------------------------------------------------------------------------------------------
 
     def memory_report(self) -> dict[str, Any]:
-        """The ledger's terms beside what is held now and was used at the peak."""
-        return measured_terms(self.engine)
+        """The ledger's lines beside what is held now and was used at the peak, with what differs by more than 5 %
+        flagged; KV blocks per attention window, the device's pool, and the counters."""
+        return memory_report(self.engine)
 
     def run_report(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The JSON document of ``onebudget run``: the ledger, what was measured, the requests, the counters."""
         return {
             **self.budget.to_dict(),
             "dtype": self.engine.station.model.dtype,
-            "measured": self.memory_report(),
+            "measured": measured_terms(self.engine),
             "requests": [output.to_dict() for output in outputs],
             "throughput": self._throughput.to_dict(),
             "counters": self.engine.executor.counters.to_dict(),

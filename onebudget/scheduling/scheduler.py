@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
     from onebudget.config import BudgetConfig
     from onebudget.scheduling.cache import SchedulableCache
+
+
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -50,6 +54,11 @@ class Scheduler:
             )
         self._kv = kv
         self._is_v2 = config.kv_cache_manager == "v2"
+        if self._is_v2 and "scheduler_policy" in config.given and config.scheduler_policy != "max_utilization":
+            logger.warning(
+                "the v2 cache manager knows max_utilization only; scheduler_policy %r is not used",
+                config.scheduler_policy,
+            )
         self._policy = make_policy(
             "max_utilization" if self._is_v2 else config.scheduler_policy,
             kv,

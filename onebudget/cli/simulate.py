@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ from onebudget.units import parse_bytes
 
 if TYPE_CHECKING:
     from onebudget.budget.ledger import Ledger
-    from onebudget.planner.simulate import CountedPool, SimulationResult, StepClock, StepLoad, Trace
+    from onebudget.planner.simulate import CountedPool, SimulationResult, StepLoad, Trace
 
 HELP = "Replay a request trace through the scheduler and the cache managers, on a card that exists only as books."
 SIMULATED_KNOBS = (
@@ -55,13 +56,16 @@ def simulate(
     rate: Annotated[float, typer.Option(help="Requests per second as a multiple of the trace's.")] = 1.0,
     limit: Annotated[int | None, typer.Option(help="Take only the first requests.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Of a synthetic trace.", min=0)] = 0,
+    offline: Annotated[bool, typer.Option("--offline", help="Ask no hub about the model.")] = False,
     report: Annotated[Path | None, typer.Option(help="Write an HTML page about the simulation.")] = None,
     knobs: Mapping[str, Any],
     output: Output,
 ) -> int:
     """Serve a trace and say what came of it."""
-    from onebudget.planner.simulate import StepLoad, simulate
+    from onebudget.budget.ledger import Ledger
+    from onebudget.planner.simulate import StepLoad, read_step_table, roofline, simulate
     from onebudget.progress import open_progress
+    from onebudget.report.document import read_document
 
     check_report_path(report)
     requests = _trace(trace, limit=limit, seed=seed).at_rate(rate)
@@ -74,9 +78,10 @@ def simulate(
         bandwidth_bytes_per_s=_size("--bandwidth", bandwidth),
         peak_flops=None if tflops is None else tflops * 1e12,
     )
-    ledger = _ledger(plan, model, gpu, config)
-    pools = _pools(kv_blocks, ledger, given, config)
-    clock, assumed = _clock(step_times, ledger, given)
+    ledger = None if plan is None else Ledger.from_dict(read_document(plan))
+    load, notes = _load(model, ledger, given, offline=offline)
+    pools = _pools(kv_blocks, ledger, load, config)
+    clock, assumed = (read_step_table(step_times), ()) if step_times is not None else roofline(load)
     cap = ledger.admission.attended_tokens_cap if ledger is not None else None
     result = simulate(
         requests,
@@ -84,7 +89,7 @@ def simulate(
         clock=clock,
         config=config,
         attended_tokens_cap=cap,
-        notes=assumed,
+        notes=(*notes, *assumed),
         progress=open_progress(quiet=output.quiet),
     )
     _present(result, report, output)
@@ -113,41 +118,50 @@ def _size(option: str, text: str | None) -> int | None:
         raise ConfigError.for_field(option, text, "a size such as 16GB") from error
 
 
-def _ledger(plan: Path | None, model: str | None, gpu: str | None, config: BudgetConfig) -> Ledger | None:
-    from onebudget.budget.ledger import Ledger
-    from onebudget.report.document import read_document
+def _load(
+    model: str | None, ledger: Ledger | None, given: StepLoad, *, offline: bool
+) -> tuple[StepLoad, tuple[str, ...]]:
+    """What is known of the steps: the model's facts, over them the ledger's, the card's, and what was given."""
+    from onebudget.planner.simulate import StepLoad, load_of_gpu, load_of_ledger, load_of_model
 
-    if plan is not None:
-        if model is not None:
-            raise ConfigError("--plan and --model can't go together: a ledger is of one model.", field="--model")
-        return Ledger.from_dict(read_document(plan))
-    return None
+    load = StepLoad()
+    notes: tuple[str, ...] = ()
+    if model is not None:
+        from onebudget.planner.source import resolve_model
+
+        load, notes = load_of_model(resolve_model(model, offline=offline))
+    if ledger is not None:
+        load = load.beneath(load_of_ledger(ledger))
+    if given.gpu != "custom":
+        load = load.beneath(load_of_gpu(given.gpu, known=given))
+    elif load.gpu != "custom":
+        load = load.beneath(_rates_if_known(load.gpu))
+    return load.beneath(replace(given, gpu=load.gpu)), notes
+
+
+def _rates_if_known(gpu: str) -> StepLoad:
+    """A ledger's card may be one the catalogue does not have."""
+    from onebudget.planner.simulate import StepLoad, load_of_gpu
+
+    try:
+        return load_of_gpu(gpu, known=StepLoad())
+    except ConfigError:
+        return StepLoad()
 
 
 def _pools(
-    kv_blocks: int | None, ledger: Ledger | None, given: StepLoad, config: BudgetConfig
+    kv_blocks: int | None, ledger: Ledger | None, load: StepLoad, config: BudgetConfig
 ) -> tuple[CountedPool, ...]:
     from onebudget.planner.simulate import CountedPool, pools_of_ledger
 
     if kv_blocks is not None:
-        per_token = given.kv_bytes_per_token or (ledger.kv_cache.bytes_per_token if ledger is not None else 0)
-        return (CountedPool(kv_blocks, None, per_token),)
+        return (CountedPool(kv_blocks, None, load.kv_bytes_per_token or 0),)
     if ledger is None:
         raise ConfigError(
-            "How many blocks the KV cache has is not known: give a ledger with --plan, --model and --gpu, or "
-            "--kv-blocks.",
+            "How many blocks the KV cache has is not known: give a ledger with --plan, or --kv-blocks.",
             field="--kv-blocks",
         )
     return pools_of_ledger(ledger, config)
-
-
-def _clock(step_times: Path | None, ledger: Ledger | None, given: StepLoad) -> tuple[StepClock, tuple[str, ...]]:
-    from onebudget.planner.simulate import StepLoad, load_of_ledger, read_step_table, roofline
-
-    if step_times is not None:
-        return read_step_table(step_times), ()
-    known = StepLoad() if ledger is None else load_of_ledger(ledger)
-    return roofline(known.beneath(given))
 
 
 def _present(result: SimulationResult, report: Path | None, output: Output) -> None:

@@ -58,6 +58,23 @@ def test_a_ledger_brings_pool_weights_and_cap(
     assert json.loads(invoke(*common, "--kv-blocks", 70).out)["kv"]["blocks"] == 70
 
 
+def test_a_model_and_a_card_of_the_catalogue_time_the_steps(invoke: Invoke, trace: Path) -> None:
+    model = ("--model", "meta-llama/Llama-3.1-8B", "--offline", "--gpu", "h100 sxm 80gb")
+    common = ("simulate", trace, "--kv-blocks", 200, *model, "--json", "-q")
+    clock = json.loads(invoke(*common).out)["clock"]
+    assert clock["gpu"] == "H100-SXM-80GB"
+    assert clock["kv_bytes_per_token"] == 2 * 32 * 8 * 128 * 2
+    assert clock["bandwidth_bytes_per_s"] == 3352 * 10**9
+    other = json.loads(invoke(*common, "--bandwidth", "1000GB").out)["clock"]
+    assert other == {**clock, "bandwidth_bytes_per_s": 10**12}
+
+
+def test_an_unknown_card_needs_its_rates(invoke: Invoke, trace: Path) -> None:
+    common = ("simulate", trace, "--kv-blocks", 200, "--gpu", "Abacus 3000", "-q")
+    assert "No card is called 'Abacus 3000'" in invoke(*common).paragraph
+    assert invoke(*common, *STEPS).status == 0
+
+
 def test_knobs_limit_and_rate_reach_the_simulation(invoke: Invoke, trace: Path) -> None:
     common = ("simulate", trace, "--kv-blocks", 200, *STEPS, "--json", "-q", "--limit", 3)
     document = json.loads(
@@ -120,6 +137,7 @@ def test_the_page_stands_alone(invoke: Invoke, trace: Path, tmp_path: Path) -> N
         (("synthetic", "--kv-blocks", 5, "--step-times", "nowhere"), "nowhere can't be read"),
         (("synthetic", "--plan", "nowhere.json"), "nowhere.json can't be read"),
         (("synthetic", "--kv-block", 5), "did you mean --kv-blocks"),
+        (("synthetic", "--kv-blocks", 5, "--model", "nobody-7b", "--offline"), "No model is known as 'nobody-7b'"),
         ((), "TRACE"),
     ],
 )

@@ -75,7 +75,9 @@ def build_kv_cache(
             with station.stages.open("kv_cache"):
                 pools.append(KVPool(station.manager, _layout(facts, dtype, config, len(group.layers)), count))
             undo.callback(pools[-1].release)
-        tiers = _Tiers(station, config, pools) if not probe_lengths else None
+        tiers = _Tiers(station, config, pools) if not probe_lengths and uses_tiers(layouts, config) else None
+        if tiers is not None:
+            undo.callback(tiers.release)
         groups = [
             KVGroup(
                 pool,
@@ -99,6 +101,11 @@ def build_kv_cache(
     if config.kv_cache_manager == "v2":
         return KVCacheManagerV2(groups, max_util_for_resume=config.max_util_for_resume_exact, **settings)
     return KVCacheManager(groups, **settings)  # type: ignore[arg-type]
+
+
+def uses_tiers(groups: Sequence[division.LayerGroup], config: BudgetConfig) -> bool:
+    """Whether anything ever leaves the device for a lower tier: prefixes that are reused, or suspended sequences."""
+    return config.kv_cache_manager == "v2" or (config.enable_block_reuse and division.is_plain(groups))
 
 
 def _layout(facts: ModelFacts, dtype: str, config: BudgetConfig, layers: int) -> KVLayout:
@@ -130,6 +137,12 @@ class _Tiers:
             near, far, *_ = [*tiers, None, None]
             self._made[id(pool)] = near, far
         return self._made[id(pool)]
+
+    def release(self) -> None:
+        for tiers in self._made.values():
+            for tier in tiers:
+                if tier is not None:
+                    tier.release()
 
     def _slots(self, tier_bytes: int, pool: KVPool) -> int:
         share = tier_bytes * pool.allocated_bytes // self._total_bytes // pool.block_bytes
@@ -201,10 +214,18 @@ def host_cache_bytes(config: BudgetConfig, facts: DeviceFacts, kv_bytes: int, ra
     return wanted
 
 
-def host_lines(config: BudgetConfig, facts: DeviceFacts, kv_bytes: int, ranks: int) -> list[HostLine]:
-    """What the tiers below the card take of the host."""
+def host_lines(
+    config: BudgetConfig,
+    facts: DeviceFacts,
+    kv_bytes: int,
+    ranks: int,
+    groups: Sequence[division.LayerGroup] = (),
+) -> list[HostLine]:
+    """What the tiers below the card take of the host, for a cache of these groups of layers."""
     from onebudget.budget.ledger import HostLine
 
+    if groups and not uses_tiers(groups, config):
+        return []
     sizes = {
         "host_kv_tier": host_cache_bytes(config, facts, kv_bytes, ranks),
         "disk_kv_tier": config.disk_cache_bytes // ranks,

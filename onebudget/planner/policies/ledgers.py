@@ -84,7 +84,7 @@ def build_ledger(request: PlanRequest, outcome: Outcome) -> Ledger:
     unassigned = outcome.capacity_bytes - sum(term.bytes for term in terms) - kv.bytes
     short = max(needed - pool, outcome.budget.limit_bytes - (outcome.free_bytes or outcome.budget.limit_bytes), 0)
     return Ledger(
-        model=request.model.shape.name if hasattr(request.model, "shape") else None,
+        model=request.model.name or None,
         engine=outcome.engine,
         engine_version=outcome.version,
         device=DeviceLine(

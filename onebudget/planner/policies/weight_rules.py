@@ -40,7 +40,7 @@ def weights_on_rank(dims: Dims, kind: WeightFormat, shard: Shard, *, spread: flo
         bits += _layer_bits(dims, _widest(dims), len(dims.layers), kind, shard) + 16 * 2 * dims.hidden**2
     bits += _table_bits(dims, kind, shard) + _absorbed_bits(dims, kind, shard) * len(layers)
     vision = _vision_parameters(dims) * 16 if shard.vision else 0
-    nbytes = int((bits + vision) / 8) + _rope_bytes(dims)
+    nbytes = int((bits + vision) / 8) + rope_bytes(dims)
     wide = kind.spread if spread is None else spread
     unsure = int(nbytes * wide) + vision // 8 // 10
     why = f"{len(layers)} layers and tables in {kind.name}, {format_bytes(vision // 8)} of them for other inputs"
@@ -112,7 +112,7 @@ def _table_bits(dims: Dims, kind: WeightFormat, shard: Shard) -> int:
     return (copies * rows * dims.hidden + small) * kind.table_bits
 
 
-def _rope_bytes(dims: Dims) -> int:
+def rope_bytes(dims: Dims) -> int:
     width = dims.rope or dims.head_dim
     return min(dims.max_len, 2**20) * width * 2 if dims.max_len and dims.family != "opt" else 0
 

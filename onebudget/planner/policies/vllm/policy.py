@@ -105,7 +105,7 @@ def _left(outcome: Outcome) -> int:
 def _read(request: PlanRequest) -> Case:
     settings = check_settings("vllm", request.settings, KNOWN_SETTINGS)
     version = _core_setting(read_version("vllm", request.engine_version, request.as_of), settings)
-    dims = dims_from_config(request.model.config, _name(request))
+    dims = dims_from_config(request.model.config, request.model.name)
     _refuse_layout(request, dims)
     total = request.total_bytes or request.gpu.total_bytes
     draft = _draft(settings, dims)
@@ -115,10 +115,6 @@ def _read(request: PlanRequest) -> Case:
         request=request, settings=settings, version=version, dims=dims, kind=kind, limits=limits, draft=draft,
         total_bytes=total,
     )  # fmt: skip
-
-
-def _name(request: PlanRequest) -> str:
-    return str(getattr(getattr(request.model, "shape", None), "name", "") or request.model.config.get("_model_id", ""))
 
 
 def _core_setting(version: EngineVersion, settings: Mapping[str, Any]) -> EngineVersion:

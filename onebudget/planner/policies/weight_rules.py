@@ -38,7 +38,7 @@ def weights_on_rank(dims: Dims, kind: WeightFormat, shard: Shard, *, spread: flo
         bits += _layer_bits(dims, layer, shard.first_layer + offset, kind, shard)
     for _ in range(shard.draft_layers):
         bits += _layer_bits(dims, _widest(dims), len(dims.layers), kind, shard) + 16 * 2 * dims.hidden**2
-    bits += _table_bits(dims, kind, shard) + _absorbed_bits(dims, kind, shard) * len(layers)
+    bits += _table_bits(dims, kind, shard)
     vision = _vision_parameters(dims) * 16 if shard.vision else 0
     nbytes = int((bits + vision) / 8) + rope_bytes(dims)
     wide = kind.spread if spread is None else spread
@@ -57,10 +57,12 @@ def _layer_bits(dims: Dims, layer: LayerDims, index: int, kind: WeightFormat, sh
     moe = bool(dims.experts) and index >= dims.dense_layers
     other = Fraction(16) if kind.experts_only else kind.bits
     if not moe:
-        return other * (linear + _mlp(dims, dims.intermediate) // shard.tp) + 16 * plain
+        width = dims.intermediate * (2 if layer.kind == "shared" and dims.per_layer_input else 1)
+        return kind.attention_bits * linear + other * _mlp(dims, width) // shard.tp + 16 * plain
     plain += dims.hidden * dims.experts
     shared = _mlp(dims, dims.shared_intermediate) // shard.tp
-    return other * (linear + shared) + kind.bits * _expert_parameters(dims, kind, shard) + 16 * plain
+    attention = Fraction(16) if kind.name == "nvfp4" else kind.attention_bits  # checkpoints keep it whole
+    return attention * linear + other * shared + kind.bits * _expert_parameters(dims, kind, shard) + 16 * plain
 
 
 def _expert_parameters(dims: Dims, kind: WeightFormat, shard: Shard) -> int:
@@ -94,14 +96,6 @@ def _attention_parameters(dims: Dims, layer: LayerDims, tp: int) -> tuple[int, i
     queries = dims.hidden * (heads * k_dim + dims.heads * v_dim) // tp
     kv_heads = max(1, (layer.kv_heads or dims.kv_heads) // tp)
     return queries + dims.hidden * kv_heads * (k_dim + v_dim), 0
-
-
-def _absorbed_bits(dims: Dims, kind: WeightFormat, shard: Shard) -> int:
-    """Copies of the up-projections that latent attention multiplies into queries and outputs, kept in 16 bits where the
-    source is quantised."""
-    if not dims.is_latent or kind.bits >= 16 or kind.experts_only:
-        return 0
-    return 16 * dims.heads // shard.tp * dims.kv_lora * (dims.nope + dims.v_head)
 
 
 def _table_bits(dims: Dims, kind: WeightFormat, shard: Shard) -> int:

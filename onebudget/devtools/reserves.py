@@ -59,7 +59,8 @@ class Proof:
 
     ``owner``: whose allocation fails without the reserve. ``jobs`` without their last request run to the end even then.
     ``model``: overrides of a tiny model's config that make the reserve large beside everything else. A token or byte
-    cap on the pool would keep the reserve's bytes away from it, so ``knobs`` have none.
+    cap on the pool would keep the reserve's bytes away from it, so ``knobs`` have none. Graphs are off unless ``knobs``
+    turn them on: decode then works in memory of its own.
     """
 
     reserve: str
@@ -83,7 +84,7 @@ class Proof:
             device_memory=self.device_memory,
             free_gpu_memory_fraction=1.0,
             dtype="fp32",
-            **self.knobs,
+            **{"enable_cuda_graphs": False, **self.knobs},
         )
 
     def serve(self, llm: LLM, *, without_last: bool = False) -> list[RequestOutput]:
@@ -141,6 +142,22 @@ PROOFS: Mapping[str, Proof] = {
             knobs={"max_batch_size": 5, "max_num_tokens": 256, "max_seq_len": 264, "tokens_per_block": 8},
             device_memory=8 << 20,
             jobs=[Job(256, _greedy(1), shared_tokens=248), Job(256, _greedy(4), count=4, shared_tokens=248)],
+        ),
+        # Captured after the pool took its share, graphs then lie where the largest step needs room.
+        Proof(
+            reserve="graphs",
+            owner="activations",
+            model={"num_hidden_layers": 1},
+            knobs={
+                "max_batch_size": 2,
+                "max_num_tokens": 256,
+                "max_seq_len": 512,
+                "tokens_per_block": 16,
+                "enable_penalties": False,
+                "enable_cuda_graphs": True,
+            },
+            device_memory=8 << 20,
+            jobs=[Job(8, _greedy(6)), Job(300, _greedy(2))],
         ),
     )
 }

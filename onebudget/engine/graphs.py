@@ -136,8 +136,9 @@ class DecodeGraphs:
             undo.callback(self._scratch.release)
             self._attention = backend_for(facts)(groups, self._scratch, facts, station.model.dtype)
             self.dummies = PaddingDummies([kv])
+            self._platform = _platform(station, on_host, scope)
             self.runner = CUDAGraphRunner(
-                _platform(station, on_host, scope),
+                self._platform,
                 sizes,
                 max_batch_size=config.max_batch_size,
                 dummies=self.dummies if config.cuda_graph_padding else None,
@@ -173,6 +174,8 @@ class DecodeGraphs:
                 with self.runner.allow_capture(warmup_only=True):
                     for key in self.runner.capture_keys():
                         self._try(key, dummy, allowance_bytes, growth, dropped)
+            if allowance_bytes is not None:
+                self._platform.pool_limit_bytes = allowance_bytes - self.static.device_bytes - self.scratch_bytes
             with self.runner.allow_capture():
                 for key in self.runner.capture_keys():
                     self._try(key, dummy, allowance_bytes, growth, dropped)

@@ -37,6 +37,8 @@ class GraphBackend(ABC):
     """
 
     warms_before_capture: ClassVar[bool] = True
+    pool_limit_bytes: int | None = None
+    """What the pool may grow to, where that can be told before it grows: a capture beyond it finds no room."""
 
     @abstractmethod
     def capture(self, forward: Forward, pool: Any | None) -> tuple[CapturedGraph, Any]:

@@ -70,7 +70,7 @@ class HostGraphBackend(GraphBackend):
         pool = pool or SegmentPool(self._manager, scope=self._scope)
         assert isinstance(pool, SegmentPool)
         # The part behind the arena is what operations take for themselves while they run.
-        arena = pool.place(arena_bytes + recording.workspace_bytes)[:arena_bytes]
+        arena = pool.place(arena_bytes + recording.workspace_bytes, limit_bytes=self.pool_limit_bytes)[:arena_bytes]
         return HostGraph(recording, arena, offsets), pool
 
     def pool_bytes(self, pool: Any | None) -> int:

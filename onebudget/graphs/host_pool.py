@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from onebudget.errors import AllocationError
+
 if TYPE_CHECKING:
     import torch
 
@@ -33,10 +35,13 @@ class SegmentPool:
     def allocated_bytes(self) -> int:
         return sum(segment.capacity_bytes for segment in self.segments)
 
-    def place(self, nbytes: int) -> torch.Tensor:
-        """``[nbytes]`` uint8 at an address that stays. ``AllocationError`` when the device has no room."""
+    def place(self, nbytes: int, *, limit_bytes: int | None = None) -> torch.Tensor:
+        """``[nbytes]`` uint8 at an address that stays. ``AllocationError`` when the device has no room, or all segments
+        together would hold more than ``limit_bytes``."""
         fitting = [segment for segment in self.segments if segment.capacity_bytes >= nbytes]
         if not fitting:
+            if limit_bytes is not None and self.allocated_bytes + nbytes > limit_bytes:
+                raise AllocationError(nbytes, max(0, limit_bytes - self.allocated_bytes), owner=OWNER)
             with self._scope():
                 fitting = [self._manager.gpu(nbytes, owner=OWNER)]
             self.segments += fitting

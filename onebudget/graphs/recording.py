@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,6 +108,15 @@ class Recorder(TorchDispatchMode):
             self._append_functional(func, noted_args, noted_kwargs, tuple(self._note(tensor) for tensor in made))
         return result
 
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._token = _active.set(self)
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        _active.reset(self._token)
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+
     def finish(self, outputs: tuple[torch.Tensor, ...]) -> Recording:
         return Recording(
             tuple(self._calls), tuple(self._storage_bytes), tuple(map(self._note, outputs)), self._workspace_bytes
@@ -124,9 +134,13 @@ class Recorder(TorchDispatchMode):
         beside = sum(align_up(self._storage_bytes[slot.storage], ALIGNMENT_BYTES) for slot in results)
         self._append(Call(_bare(func), args, kwargs, results), beside)
 
+    def needs_beside(self, nbytes: int) -> None:
+        """An operation takes so many bytes beside the arena; for those that stand in for others and can't show it."""
+        self._workspace_bytes = max(self._workspace_bytes, nbytes)
+
     def _append(self, call: Call, workspace_bytes: int = 0) -> None:
         self._calls.append(call)
-        self._workspace_bytes = max(self._workspace_bytes, workspace_bytes)
+        self.needs_beside(workspace_bytes)
 
     def _note(self, tree: Any) -> Any:
         """``tree`` with every tensor of the forward's own making replaced by its slot."""
@@ -153,6 +167,18 @@ class Recorder(TorchDispatchMode):
                 self._storage_bytes.append(storage.nbytes())
                 weakref.finalize(storage, self._numbers.pop, key, None).atexit = False
         return made
+
+
+_active: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+
+
+def computed_beside(result: torch.Tensor) -> torch.Tensor:
+    """Tell a recording that ``result``, made on ``meta`` tensors in place of an operation that they lack, is computed
+    beside the arena and copied in, as that operation's result would be."""
+    recorder = _active.get()
+    if recorder is not None:
+        recorder.needs_beside(align_up(result.untyped_storage().nbytes(), ALIGNMENT_BYTES))
+    return result
 
 
 _UNWRITTEN = frozenset(

@@ -213,8 +213,11 @@ class CUDAGraphRunner:
         )
 
     def drop(self, key: GraphKey) -> None:
-        """Leave ``key`` out: batches of it run eagerly."""
+        """Leave ``key`` out: batches of it run eagerly. The pool goes with the last graph in it."""
         self._give_up(key)
+        if not self.graphs and self.memory_pool is not None:
+            pool, self.memory_pool = self.memory_pool, None
+            self._backend.release_pool(pool)
 
     # -- running ----------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+from onebudget.graphs.recording import computed_beside
 from onebudget.units import align_up
 
 EXPERTS_NAME = "onebudget"
@@ -33,7 +34,7 @@ class _GroupedShapes(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         rows, weights = args[0], args[1]
         stride = align_up(weights.shape[-1], _ROW_ALIGNMENT_BYTES // rows.element_size())
-        return rows.new_empty_strided((rows.shape[0], weights.shape[-1]), (stride, 1))
+        return computed_beside(rows.new_empty_strided((rows.shape[0], weights.shape[-1]), (stride, 1)))
 
 
 def experts_forward(

@@ -27,9 +27,10 @@ def manager() -> Iterator[BufferManager]:
         yield manager
 
 
-def pool(
-    manager: BufferManager, dtype: str = "float32", parts: tuple[tuple[int, ...], ...] = ((2, 4), (2, 4))
-) -> KVPool:
+PAIRS: tuple[tuple[int, ...], ...] = ((2, 4), (2, 4))
+
+
+def pool(manager: BufferManager, dtype: str = "float32", parts: tuple[tuple[int, ...], ...] = PAIRS) -> KVPool:
     one = KVPool(manager, KVLayout(3, 4, parts, dtype), 6)
     numbers = torch.Generator().manual_seed(0)
     content = torch.randint(0, 256, one.buffer.as_tensor().view(torch.uint8).shape, generator=numbers)

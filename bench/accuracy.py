@@ -78,7 +78,17 @@ def request_for(case: Mapping[str, Any]) -> tuple[str, PlanRequest]:
         weights_dtype=_known_format(given["weights_dtype"]), kv_dtype=given["kv_dtype"],
         settings=given["settings"] or {}, as_of=date.fromisoformat(given["as_of"]) if given["as_of"] else None,
         total_bytes=total,
+        stage_total_bytes=stage_totals(given["gpu"] or {}, pp),
     )  # type: ignore[arg-type]  # fmt: skip
+
+
+def stage_totals(gpu: Mapping[str, Any], stages: int) -> tuple[int, ...] | None:
+    """Totals of unlike cards, one for each pipeline stage, where the case names them all."""
+    names = str(gpu.get("name") or "").split("+")
+    facts = [_facts(name.strip()) for name in names]
+    if len(names) != stages or len(names) == 1:
+        return None
+    return tuple(card.total_bytes for card in facts if card is not None) if None not in facts else None
 
 
 def _known_format(text: str | None) -> str | None:
@@ -105,7 +115,7 @@ def _facts(name: str) -> GpuFacts | None:
     tries += [" ".join(words[:count]) for count in range(len(words), 0, -1)]
     for text in tries:
         try:
-            if text.strip():
+            if any(sign.isdigit() for sign in text):
                 return find_gpu(text.strip())
         except ConfigError:
             continue
@@ -159,6 +169,8 @@ def judge(case: Mapping[str, Any]) -> Result | None:
     try:
         ledger = policy_for(engine).plan(request)
     except OneBudgetError as error:
+        if isinstance(error, ModelError):
+            return None  # a config of parts: nothing could be sized from it
         return _failed(case, engine, said, str(error))
     unit, true = said
     guess, low, high = planned(ledger, unit)

@@ -27,7 +27,8 @@ class PlanRequest:
 
     ``engine_version`` None means the newest version known before ``as_of``, or the newest of all. ``total_bytes`` and
     ``free_bytes`` override the facts of the GPU: what the driver reports as total, and what was free when the engine
-    started (other processes hold the difference, beyond the context). ``use`` says how the engine is started where
+    started (other processes hold the difference, beyond the context). ``stage_total_bytes``: one total per pipeline
+    stage, where stages run on unlike cards. ``use`` says how the engine is started where
     defaults depend on it: ``"server"`` or ``"offline"``.
     """
 
@@ -41,6 +42,7 @@ class PlanRequest:
     settings: Mapping[str, object] = field(default_factory=dict)
     as_of: date | None = None
     total_bytes: int | None = None
+    stage_total_bytes: tuple[int, ...] | None = None
     free_bytes: int | None = None
     use: str = "server"
 

@@ -105,6 +105,8 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> Dims:
     heads = first.whole("num_attention_heads", "n_head")
     kv_heads = first.whole("num_key_value_heads", "num_kv_heads") or heads
     hidden = first.whole("hidden_size", "n_embd", "d_model")
+    if not hidden:
+        raise ModelError(f"{name or 'the config'} has no hidden_size, so nothing can be sized.")
     if not count or not kv_heads:
         raise ModelError(f"{name or 'the config'} does not say how many layers and KV heads the model has.")
     head_dim = first.whole("head_dim") or (hidden // heads if heads else 0)
@@ -225,10 +227,10 @@ def _image_tokens(config: Mapping[str, Any], vision: Mapping[str, Any]) -> int:
 
 def _layers(reader: _Reader, count: int, kv_heads: int, head_dim: int, latent: int) -> tuple[LayerDims, ...]:
     kinds = _kinds(reader, count)
-    window = reader.whole("sliding_window") or reader.whole("attention_chunk_size") or None
+    window = reader.whole("sliding_window") or reader.whole("attention_chunk_size") or _family_window(reader) or None
     shared_from = count - reader.whole("num_kv_shared_layers")
     v_dim = 0 if latent else reader.whole("v_head_dim")
-    wide_heads = reader.whole("num_global_key_value_heads") or kv_heads
+    wide_heads = reader.whole("num_global_key_value_heads") or _wide_heads(reader, kv_heads)
     wide_dim = reader.whole("global_head_dim") or head_dim
     window_heads = reader.whole("swa_num_key_value_heads") or kv_heads
     layers = []
@@ -285,12 +287,26 @@ def _window_kinds(reader: _Reader, count: int) -> list[LayerKind]:
     if reader.whole("attention_chunk_size"):
         return ["full" if (index + 1) % 4 == 0 else "chunked" for index in range(count)]
     family = str(reader.get("model_type") or "")
-    if not reader.whole("sliding_window") or reader.get("use_sliding_window") is False or "qwen2" in family:
+    if (
+        not (reader.whole("sliding_window") or _family_window(reader))
+        or reader.get("use_sliding_window") is False
+        or "qwen2" in family
+    ):
         return ["full"] * count
     every = reader.whole("sliding_window_pattern") or _PATTERNS.get(family.removesuffix("_text"), 0)
     if every:
         return ["full" if (index + 1) % every == 0 else "sliding" for index in range(count)]
     return ["sliding"] * count
+
+
+def _wide_heads(reader: _Reader, kv_heads: int) -> int:
+    """Full layers with wider heads have fewer of them (all to a quarter); half where a partial config leaves it out."""
+    return max(1, kv_heads // 2) if reader.whole("global_head_dim") else kv_heads
+
+
+def _family_window(reader: _Reader) -> int:
+    """Families that always have windows; partial configs leave them out."""
+    return 1024 if str(reader.get("model_type") or "").startswith("gemma4") else 0
 
 
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "gemma4": 6, "cohere2": 4, "gpt_oss": 2}

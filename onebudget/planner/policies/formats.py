@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -22,6 +22,12 @@ class WeightFormat:
     table_bits: int = 16
     spread: float = 0.01
     fused: bool = False
+    attention: Fraction | None = None
+
+    @property
+    def attention_bits(self) -> Fraction:
+        """Bits of projections of attention and recurrent layers."""
+        return self.attention or (Fraction(16) if self.experts_only else self.bits)
 
 
 def _bits(*parts: tuple[int, int]) -> Fraction:
@@ -39,6 +45,7 @@ FORMATS: Mapping[str, WeightFormat] = {
     "int4": WeightFormat("int4", _bits((4, 1), (16, 128)), spread=0.04),
     "nvfp4": WeightFormat("nvfp4", _bits((4, 1), (8, 16)), spread=0.08, fused=True),
     "mxfp4": WeightFormat("mxfp4", _bits((4, 1), (8, 32)), experts_only=True, spread=0.03),
+    "fp4_fp8": WeightFormat("fp4_fp8", _bits((4, 1), (8, 32)), spread=0.05, fused=True, attention=Fraction(8)),
     "nf4": WeightFormat("nf4", _bits((4, 1), (8, 64), (32, 16384)), spread=0.03),
     "exl3": WeightFormat("exl3", Fraction(4), spread=0.1),
     "q8_0": WeightFormat("q8_0", _bits((17, 2)), table_bits=9, spread=0.02),
@@ -57,6 +64,16 @@ _WORDS = (
 )  # fmt: skip
 
 
+# Families released in a format of their own, whether or not a config at hand says so.
+_NATIVE = {
+    "deepseek-v4": "fp4_fp8",
+    "minimax-m2": "fp8",
+    "deepseek-r1-0": "fp8",
+    "deepseek-v3": "fp8",
+    "kimi-k2": "fp8",
+}
+
+
 def weight_format(text: str | None, quantization: Mapping[str, Any] | None, model_name: str = "") -> WeightFormat:
     """The format ``text`` names; without it, what the config declares, what the model's name says, or 16 bits.
 
@@ -64,6 +81,8 @@ def weight_format(text: str | None, quantization: Mapping[str, Any] | None, mode
     """
     if text:
         named = _named(text)
+        if named is not None and "fp8" in text and named.name == "nvfp4":
+            return replace(named, attention=Fraction(8))
         if named is None:
             raise ConfigError.for_field("weights_dtype", text, f"one of {', '.join(FORMATS)}")
         return named
@@ -73,7 +92,8 @@ def weight_format(text: str | None, quantization: Mapping[str, Any] | None, mode
         found = _named(f"{declared} {width}")
         if found:
             return found
-    return _named(model_name, of_name=True) or FORMATS["bf16"]
+    native = next((kind for mark, kind in _NATIVE.items() if mark in model_name.lower()), None)
+    return _named(model_name, of_name=True) or (FORMATS[native] if native else None) or FORMATS["bf16"]
 
 
 def _named(text: str, *, of_name: bool = False) -> WeightFormat | None:

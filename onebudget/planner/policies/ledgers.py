@@ -34,7 +34,10 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """How bytes become tokens: ``tokens`` is the figure the engine prints, ``blocks`` what it allocates."""
+    """How bytes become tokens: ``tokens`` is the figure the engine prints, ``blocks`` what it allocates.
+
+    ``token_spread``: a factor by which the tokens may be off even where the bytes are known.
+    """
 
     tokens: Callable[[int], int]
     blocks: Callable[[int], int]
@@ -44,6 +47,7 @@ class Pool:
     concurrency: Callable[[int], float]
     groups: Callable[[int], Sequence[KVGroup]] = lambda nbytes: ()
     needed_bytes: int = 0
+    token_spread: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +134,8 @@ def _kv_line(pool: Pool, nbytes: int, low: int, high: int) -> KVCacheLine:
         groups=tuple(pool.groups(nbytes)) if nbytes else (),
         low_bytes=low,
         high_bytes=high,
-        low_tokens=pool.tokens(low),
-        high_tokens=pool.tokens(high),
+        low_tokens=int(pool.tokens(low) / pool.token_spread),
+        high_tokens=int(pool.tokens(high) * pool.token_spread),
         basis="modelled",
     )
 

@@ -61,7 +61,7 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
         tp=layout.tp, experts_over=layout.tp, whole_experts=layout.ep > 1,
         end_layer=ceil_div(len(dims.layers), layout.pp), has_head=layout.pp == 1,
     )  # fmt: skip
-    used = _used(request, settings, dims, kind, shard, total, pytorch=is_pytorch(request, settings, version))
+    used = _used(request, settings, dims, kind, shard, version, total, pytorch=is_pytorch(request, settings, version))
     left = total - sum(part.figure.bytes for part in used)
     share = fraction(settings, "free_gpu_memory_fraction", 0.9)
     pool, slope = _pool(request, settings, version, dims)
@@ -82,18 +82,23 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
     )  # fmt: skip
 
 
+def _default_batch(version: EngineVersion) -> int:
+    """Engines were built for 256 requests until 0.13 raised it."""
+    return 2048 if version.at_least(0, 13) and not (version.number[:2] == (0, 13) and version.candidate) else 256
+
+
 def _spread(parts: list[Part]) -> float:
     widths = [(part.figure.high_bytes - part.figure.low_bytes) / 2 for part in parts]
     return float(sum(width**2 for width in widths) ** 0.5)
 
 
 def _used(
-    request: PlanRequest, settings: dict[str, Any], dims: Dims, kind: WeightFormat, shard: Shard, total: int, *,
+    request: PlanRequest, settings: dict[str, Any], dims: Dims, kind: WeightFormat, shard: Shard, version: EngineVersion, total: int, *,
     pytorch: bool,
 ) -> list[Part]:  # fmt: skip
     """Everything that exists before the pool is sized."""
     tokens = whole(settings, "max_num_tokens", 8192) or 8192
-    batch = whole(settings, "max_batch_size", 2048) or 2048
+    batch = whole(settings, "max_batch_size", _default_batch(version)) or 1
     beams = whole(settings, "max_beam_width", 1) or 1
     wide, hidden = (5, 4) if kind.fused else (6, 6)
     width = max(dims.intermediate, dims.experts_per_token * dims.expert_intermediate)
@@ -112,8 +117,11 @@ def _used(
         )
     if not pytorch:
         rows = batch * beams * dims.vocab * 4
-        why = f"decoder and runtime buffers: about four tables of {batch} x {dims.vocab} x 4 B"
-        parts.append(Part("fixed_workspace", "decoder", Figure(4 * rows, rows, 7 * rows, "modelled", why)))
+        tables = 4 if version.at_least(0, 17) else 7
+        why = f"decoder and runtime buffers: about {tables} tables of {batch} x {dims.vocab} x 4 B"
+        parts.append(
+            Part("fixed_workspace", "decoder", Figure(tables * rows, tables * rows // 3, 8 * rows, "modelled", why))
+        )
     return parts
 
 

@@ -67,7 +67,7 @@ def read_version(engine: str, text: str | None, as_of: date | None = None) -> En
     day = _day(text) or as_of
     bare = _DATE.sub(" ", text or "")
     found = _NUMBER.search(bare)
-    candidate = bool(re.search(r"rc\d|\.dev\d|\bdev\d", bare))
+    candidate = bool(re.search(r"rc\d|\.?dev\d", bare))
     number = _line_number(engine, found) if found else None
     if number is None or (candidate and number < min(releases(engine))) or _is_development(engine, number, bare):
         return EngineVersion(newest(engine, day), core, given=False)

@@ -39,9 +39,15 @@ def find_limits(
 ) -> Limits:
     """Settings as given, and the version's own where nothing was."""
     worker = find_worker(version)
-    requests = whole(settings, "max_num_seqs") or _requests(version, worker, total_bytes, gpu)
+    requests = (
+        whole(settings, "max_num_seqs") or _recorded(settings, worker) or _requests(version, worker, total_bytes, gpu)
+    )
     max_len = whole(settings, "max_model_len") or dims.max_len or 4096
-    chunked = switch(settings, "enable_chunked_prefill", default=worker == "V1" or _v0_chunks(dims, max_len, settings))
+    chunked = switch(
+        settings,
+        "enable_chunked_prefill",
+        default=worker == "V1" or (version.at_least(0, 5, 3) and _v0_chunks(dims, max_len, settings)),
+    )
     tokens = whole(settings, "max_num_batched_tokens")
     if tokens is None:
         tokens = _tokens(version, worker, total_bytes, gpu, use, chunked=chunked, max_len=max_len)
@@ -64,6 +70,12 @@ def _v0_chunks(dims: Dims, max_len: int, settings: dict[str, Any]) -> bool:
     """The first core splits long prompts by itself only where prompts may be very long."""
     quantised = str(settings.get("kv_cache_dtype", "auto")) not in ("auto", "None")
     return max_len > _LONG and not dims.multimodal and not quantised
+
+
+def _recorded(settings: dict[str, Any], worker: str) -> int:
+    """The first core records graphs up to the requests of a step, so a list tells them."""
+    sizes = settings.get("cudagraph_capture_sizes")
+    return int(max(sizes)) if worker == "V0" and isinstance(sizes, (list, tuple)) and sizes else 0
 
 
 def _requests(version: EngineVersion, worker: str, total_bytes: int, gpu: str) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from onebudget.planner.policies.dims import Dims, LayerKind
+from onebudget.planner.policies.dims import Dims, LayerDims, LayerKind
 from onebudget.planner.policies.versions import EngineVersion
 from onebudget.units import align_up, ceil_div
 
@@ -49,7 +49,7 @@ class GroupPlan:
 
 
 def cached_layers(
-    dims: Dims, bits: Fraction, tp: int, state_bytes: tuple[int, int], draft_tokens: int
+    dims: Dims, bits: Fraction, tp: int, state_bytes: tuple[int, int], draft_tokens: int, *, latent_cache: bool = True
 ) -> list[CachedLayer]:
     """Every layer's cache on one rank; layers that share another's cache own nothing. ``state_bytes``: element sizes of
     the convolution window and the state; drafts lengthen the window by ``draft_tokens`` rows."""
@@ -60,9 +60,15 @@ def cached_layers(
         if layer.kind == "state":
             layers.append(CachedLayer("state", state_bytes=_state_bytes(dims, tp, state_bytes, draft_tokens)))
             continue
-        elements = layer.latent or max(1, layer.kv_heads // tp) * (layer.k_dim + layer.v_dim)
+        elements = layer.latent if latent_cache else _expanded(dims, layer, tp)
+        elements = elements or max(1, layer.kv_heads // tp) * (layer.k_dim + layer.v_dim)
         layers.append(CachedLayer(layer.kind, int(elements * bits / 8), window=layer.window))
     return layers
+
+
+def _expanded(dims: Dims, layer: LayerDims, tp: int) -> int:
+    """Latent attention without a cache of its own: every head, with widths padded to what kernels take."""
+    return dims.heads // tp * 2 * align_up(dims.nope + dims.rope, 128) if layer.latent else 0
 
 
 def _state_bytes(dims: Dims, tp: int, element_bytes: tuple[int, int], draft_tokens: int) -> int:

@@ -35,15 +35,14 @@ def non_torch(version: EngineVersion, worker: str, gpu: GpuFacts, tp: int, ranks
     Communicators are set up after the snapshot until 0.10 and before it from 0.11 on; 0.6.4 and the first V1 count all
     used memory, the driver's context too.
     """
+    if getattr(gpu, "unified", False):
+        return _gib(-1.0, 2.0, 7.0, "unified memory: whatever the machine did meanwhile is charged")
     if version.at_least(0, 27):
         return _late_slack(gpu, tp)
     if ranks > 1:
         return _communication(version, gpu, tp, ranks)
     if (version.number[:2] == (0, 6) and version.number[2] == 4) or (worker == "V1" and version.number[:2] == (0, 8)):
-        context = context_bytes(gpu)
-        return Figure(
-            context.bytes, context.low_bytes, context.high_bytes, "modelled", "this version charges the context too"
-        )
+        return _gib(0.25, 0.35, 0.6, "this version charges the context too")
     return _gib(0.01, 0.04, 0.12, "small driver allocations during the profile")
 
 

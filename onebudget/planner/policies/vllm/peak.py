@@ -42,7 +42,11 @@ def profile_peak(dims: Dims, kind: WeightFormat, shard: Shard, limits: Limits, v
         f"the larger of forward ({tokens} tokens, {forward / GIB:.2f} GiB) and sampler ({rows} rows of {dims.vocab} x "
         f"{factor} B, {sampler / GIB:.2f} GiB)"
     )
-    return Figure(peak, peak - peak // 10, peak + peak // 10 + kept, "modelled", why)
+    low, high = peak * 88 // 100, peak * 115 // 100 + kept
+    if not version.given:  # the sampler is what changed most between versions
+        native = NATIVE_SORT * rows * align_up(dims.vocab, VOCAB_PADDING) if shard.has_head else 0
+        low, high = min(low, forward), max(high, min(native, 2 * peak + GIB // 2))
+    return Figure(peak, low, high + GIB // 20, "modelled", why)
 
 
 def _encoder_bytes(dims: Dims, tokens: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -62,6 +62,10 @@ KNOWN_SETTINGS: Mapping[str, str] = {
 }
 
 
+_UNKNOWN_LAYOUT = 5.0
+"""Pools of compressed layers with a state per request: their division is not public, so tokens are a range only."""
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Drafted tokens per step and the layers of the draft head that cache beside the model's."""
@@ -93,13 +97,24 @@ class VllmPolicy(EnginePolicy):
     def plan(self, request: PlanRequest, profile: ProfileProvider | None = None) -> Ledger:
         del profile
         case = _read(request)
-        outcomes = [_stage(case, shard) for shard in _shards(case)]
+        outcomes = [_stage(_on_card(case, index), shard) for index, shard in enumerate(_shards(case))]
         governing = min(outcomes, key=lambda outcome: outcome.pool.blocks(max(_left(outcome), 0)))
         return build_ledger(request, governing)
 
 
 def _left(outcome: Outcome) -> int:
     return pool_range(outcome.budget, outcome.charged)[0]
+
+
+def _on_card(case: Case, stage: int) -> Case:
+    totals = case.request.stage_total_bytes
+    if totals is None:
+        return case
+    if len(totals) != case.request.layout.pp:
+        raise ConfigError.for_field(
+            "stage_total_bytes", totals, f"one total for each of {case.request.layout.pp} stages"
+        )
+    return replace(case, total_bytes=totals[stage])
 
 
 def _read(request: PlanRequest) -> Case:
@@ -190,7 +205,9 @@ def _stage(case: Case, shard: Shard) -> Outcome:
     util = fraction(case.settings, "gpu_memory_utilization", 0.92 if version.at_least(0, 20) else 0.9)
     share = case.total_bytes * Fraction(str(util))
     limit = math.ceil(share) if version.at_least(0, 20) else int(share)
-    budget = Budget(limit, "gpu_memory_utilization", util, int(util * _total_spread(request, case.total_bytes)))
+    budget = Budget(
+        limit, "gpu_memory_utilization", util, int(util * _total_spread(request, case.total_bytes)) + limit * 12 // 1000
+    )
     weights = weights_on_rank(dims, case.kind, shard)
     ranks = request.layout.tp * request.layout.pp
     outside = non_torch(version, limits.worker, request.gpu, request.layout.tp, ranks)
@@ -249,6 +266,8 @@ def _pool(case: Case, shard: Shard) -> Pool:
         plan, limits.max_len, limits.batch_tokens, aligned_states=aligned, draft_tokens=case.draft.tokens
     )
     dcp = whole(case.settings, "decode_context_parallel_size", 1) or 1
+    if len(_shards(case)) > 1 and not version.at_least(0, 17):  # one stage is charged with the layers of all
+        per_request = ceil_div(per_request * len(case.dims.layers), max(sum(g.layers for g in plan.groups), 1))
     needed = (per_request + (1 if version.at_least(0, 29) else 0)) * plan.block_bytes
 
     def blocks(nbytes: int) -> int:
@@ -266,6 +285,7 @@ def _pool(case: Case, shard: Shard) -> Pool:
         concurrency=lambda nbytes: blocks(nbytes) / per_request,
         groups=lambda nbytes: _ledger_groups(plan, nbytes),
         needed_bytes=needed if limits.worker == "V1" else 1,
+        token_spread=_UNKNOWN_LAYOUT if case.dims.family.startswith("deepseek_v4") else 1.0,
     )
 
 
@@ -288,7 +308,9 @@ def _groups(case: Case, shard: Shard) -> GroupPlan:
     dims, settings, version = case.dims, case.settings, case.version
     bits = cache_bits(_cache_dtype(case), dims.element_bytes, dims.quantization)
     stage = _with_layers(dims, shard, case.draft.layers if shard.has_head else 0)
-    layers = cached_layers(stage, bits, shard.tp, _state_elements(case), case.draft.tokens)
+    layers = cached_layers(
+        stage, bits, shard.tp, _state_elements(case), case.draft.tokens, latent_cache=version.at_least(0, 7)
+    )
     if not layers:
         raise ConfigError("a pipeline stage without any cached layer can't be planned.", field="pp")
     windows = case.limits.worker == "V1" and version.at_least(0, 9)
@@ -304,9 +326,8 @@ def _with_layers(dims: Dims, shard: Shard, extra: int) -> Dims:
     if extra:
         full: LayerDims = next((layer for layer in dims.layers if layer.kind == "full"), dims.layers[-1])
         layers += (full,) * extra
-    import dataclasses
 
-    return dataclasses.replace(dims, layers=layers)
+    return replace(dims, layers=layers)
 
 
 def _state_elements(case: Case) -> tuple[int, int]:

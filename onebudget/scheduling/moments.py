@@ -105,6 +105,15 @@ class Moments:
         if self._on_pause is not None:
             self._on_pause(request)
 
+    def give_way(self, request: Request) -> bool:
+        """Let a request that found no blocks wait instead of failing it, where the scheduler's policy pauses. Its
+        tokens are all known."""
+        if not self.scheduler.give_way(request):
+            return False
+        self._vacate(request)
+        self.scheduler.settle_paused(request)
+        return True
+
     def can_queue(self, batch: ScheduledBatch) -> bool:
         """Whether every rank has something to compute."""
         if self.agreement.can_queue(batch.size):

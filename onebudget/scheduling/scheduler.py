@@ -163,9 +163,12 @@ class Scheduler:
         ends = [request.is_last_chunk for request in first]
         for request, cached, was_last in zip(first, self._kv.begin_all(first), ends, strict=True):
             request.begun = True
+            planned_end = request.computed_tokens + request.chunk_tokens
             request.computed_tokens = cached
             remaining = request.remaining_prompt_tokens
             request.chunk_tokens = remaining if was_last else min(request.chunk_tokens, remaining)
+            if request.reusable_estimate < cached < planned_end:  # blocks were counted up to there
+                request.chunk_tokens = planned_end - cached
             self.reused_tokens += 0 if request.is_dummy else cached
         batch.rebin()
 
@@ -268,6 +271,14 @@ class Scheduler:
         batch.paused.append(request)
         request.pauses += 1
         self.paused += 1
+
+    def give_way(self, request: Request) -> bool:
+        """A running request that found no blocks starts over later; False where pausing is not the policy, or it is
+        alone, so that waiting would not help."""
+        if not self._policy.pauses or request not in self.running or len(self.running) < 2:
+            return False
+        self._pause(request, ScheduledBatch())
+        return True
 
     def settle_paused(self, request: Request) -> None:
         """After a pause, once the request's tokens are all known."""

@@ -316,6 +316,31 @@ def test_a_request_paused_while_its_token_is_on_its_way_keeps_the_token() -> Non
     assert engine.counters.paused == second.pauses
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_who_finds_no_blocks_gives_way_where_pausing_is_the_policy(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = executor(scheduler_policy="max_utilization", overlap=overlap)
+    members = [request(number, 5, 4) for number in range(2)]
+    for one in members:
+        engine.submit(one)
+    engine.step()
+    original = engine.kv.prepare
+    with monkeypatch.context() as full:
+
+        def no_room(batch: ScheduledBatch) -> None:
+            original(batch)
+            raise CapacityError("no room", request_id=1)
+
+        full.setattr(engine.kv, "prepare", no_room)
+        assert engine.step() == []
+    assert members[1].pauses == 1 and list(engine.scheduler.waiting) == [members[1]]
+    drain(engine)
+    assert [one.output_token_ids for one in members] == [[7] * 4] * 2
+    assert engine.counters.failed_steps == 0
+    assert_empty(engine)
+
+
 @pytest.mark.parametrize("steps", range(6))
 def test_cancel_between_launch_and_processing(steps: int) -> None:
     engine = executor(max_num_tokens=8)

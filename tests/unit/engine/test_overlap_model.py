@@ -84,6 +84,16 @@ def test_a_pool_that_is_too_small_for_all_pauses_and_says_the_same(folder: Path)
                 assert llm.engine.executor.counters.paused > 0
 
 
+def test_a_cache_that_suspends_says_the_same(folder: Path) -> None:
+    params = [KINDS[list(KINDS)[number % len(KINDS)]] for number in range(len(PROMPTS))]
+    wanted = said(answers(folder, params, overlap=False))
+    for overlap in (True, False):
+        with LLM(folder, **{**KNOBS, "overlap": overlap}, kv_cache_manager="v2", kv_max_tokens=64) as llm:
+            assert said(llm.generate(PROMPTS, params)) == wanted, overlap
+            counters = llm.engine.executor.counters
+            assert counters.paused > 0 and counters.resumed > 0
+
+
 def test_stop_texts_found_late_cut_the_answer_at_the_same_place(folder: Path) -> None:
     whole = answers(folder, [GREEDY] * len(PROMPTS), overlap=False)
     params = [replace(GREEDY, stop=(one.text[len(one.text) // 2 :][:3] or "x",)) for one in whole]

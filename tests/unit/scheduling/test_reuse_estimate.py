@@ -25,7 +25,7 @@ def generating(queue: Scheduler, count: int) -> list[Request]:
 
 
 def test_less_reuse_than_was_promised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """32 generate; X has 512 tokens, 384 of them seem to be kept, so it is charged 128; Y is charged 96. 288 are kept."""
+    """32 generate; X is charged 128 of 512 tokens, because 384 seem to be kept; Y is charged 96. 288 are kept."""
     queue = scheduler_of(200, max_num_tokens=256, max_batch_size=64)
     generating(queue, 32)
     cache = cache_of(queue)

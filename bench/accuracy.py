@@ -73,13 +73,18 @@ def request_for(case: Mapping[str, Any]) -> tuple[str, PlanRequest]:
         raise ModelError("the case has no config")
     config = json.loads((CASES / "configs" / given["config"]).read_text(encoding="utf-8"))
     return engine, PlanRequest(
-        model=ModelSource(str(given["model"] or ""), config, "case"), gpu=gpu, n_gpus=max(given["n_gpus"] or 1, tp * pp),
-        layout=ParallelLayout(tp=tp, pp=pp, dp=dp, ep=ep), engine_version=given["version"],
-        weights_dtype=_known_format(given["weights_dtype"]), kv_dtype=given["kv_dtype"],
-        settings=given["settings"] or {}, as_of=date.fromisoformat(given["as_of"]) if given["as_of"] else None,
+        model=ModelSource(str(given["model"] or ""), config, "case"),
+        gpu=gpu,
+        n_gpus=max(given["n_gpus"] or 1, tp * pp),
+        layout=ParallelLayout(tp=tp, pp=pp, dp=dp, ep=ep),
+        engine_version=given["version"],
+        weights_dtype=_known_format(given["weights_dtype"]),
+        kv_dtype=given["kv_dtype"],
+        settings=given["settings"] or {},
+        as_of=date.fromisoformat(given["as_of"]) if given["as_of"] else None,
         total_bytes=total,
         stage_total_bytes=stage_totals(given["gpu"] or {}, pp),
-    )  # type: ignore[arg-type]  # fmt: skip
+    )
 
 
 def stage_totals(gpu: Mapping[str, Any], stages: int) -> tuple[int, ...] | None:
@@ -176,17 +181,42 @@ def judge(case: Mapping[str, Any]) -> Result | None:
     guess, low, high = planned(ledger, unit)
     arch, given = case["arch"], case["given"]
     return Result(
-        id=case["id"], engine=engine, arch=arch, grade=case["grade"], unit=unit, true=true, planned=guess,
-        error=guess / true - 1, low=low, high=high, inside=low <= true <= high, width=(high - low) / max(guess, 1),
-        cause=cause(case, ledger), plain=arch in PLAIN and (given.get("pp") or 1) == 1, even=is_even(case["id"]),
-    )  # fmt: skip
+        id=case["id"],
+        engine=engine,
+        arch=arch,
+        grade=case["grade"],
+        unit=unit,
+        true=true,
+        planned=guess,
+        error=guess / true - 1,
+        low=low,
+        high=high,
+        inside=low <= true <= high,
+        width=(high - low) / max(guess, 1),
+        cause=cause(case, ledger),
+        plain=arch in PLAIN and (given.get("pp") or 1) == 1,
+        even=is_even(case["id"]),
+    )
 
 
 def _failed(case: Mapping[str, Any], engine: str, said: tuple[str, int], why: str) -> Result:
     return Result(
-        case["id"], engine, case["arch"], case["grade"], said[0], said[1], 0, -1.0, 0, 0, False, 0.0, why,
-        case["arch"] in PLAIN, is_even(case["id"]),
-    )  # fmt: skip
+        case["id"],
+        engine,
+        case["arch"],
+        case["grade"],
+        said[0],
+        said[1],
+        0,
+        -1.0,
+        0,
+        0,
+        False,
+        0.0,
+        why,
+        case["arch"] in PLAIN,
+        is_even(case["id"]),
+    )
 
 
 def cause(case: Mapping[str, Any], ledger: Ledger) -> str:

@@ -1,4 +1,4 @@
-"""What sizing rules need of a model, from its ``config.json``: how each layer caches, and the widths of its matrices."""
+"""What sizing rules need of a model, from its ``config.json``: how each layer caches, and how wide its matrices are."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class StateShape:
     """Recurrent state of one layer of a hybrid model, in elements: a convolution window and a matrix per head.
 
     ``conv_rows`` is the length of the window without the newest token; ``conv_width`` its channels; ``matrix`` the
-    elements of all heads' state; ``inner`` the width of the layer's output before its projection. ``matrix_bytes`` is the element size the checkpoint asks for, None the model's own.
+    elements of all heads' state; ``inner`` the width of the layer's output before its projection.
+    ``matrix_bytes`` is the element size the checkpoint asks for, None the model's own.
     """
 
     conv_rows: int

@@ -64,7 +64,7 @@ def kv_bytes(dims: Dims, settings: Mapping[str, Any], kv_dtype: str | None, leng
 
 
 def compute_bytes(dims: Dims, settings: dict[str, Any], length: int, copies: int) -> int:
-    """The largest of a card's scratch: logits and embeddings of a physical batch; without flash attention the scores."""
+    """A card's scratch: logits and embeddings of a physical batch, or, without flash attention, the scores."""
     ubatch = whole(settings, "n_ubatch", 512) or 512
     if switch(settings, "flash_attn", default=True):
         nbytes = ubatch * dims.vocab * 4 + ubatch * dims.hidden * 4
@@ -103,12 +103,22 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], dims: Dims) -> Outc
         return length if nbytes >= cache else nbytes // max(slope, 1)
 
     return Outcome(
-        capacity_bytes=total, budget=Budget(limit, "n_ctx", length),
-        charged=tuple(Part(part.name, part.owner, Figure.exact(part.figure.bytes, part.figure.why, "modelled"), part.phase)
-                      for part in parts),
+        capacity_bytes=total,
+        budget=Budget(limit, "n_ctx", length),
+        charged=tuple(
+            Part(part.name, part.owner, Figure.exact(part.figure.bytes, part.figure.why, "modelled"), part.phase)
+            for part in parts
+        ),
         outside=(Part("context", "driver", context, "load"),),
-        pool=Pool(tokens=tokens, blocks=tokens, tokens_per_block=1, bytes_per_token=slope,
-                  concurrency=lambda nbytes: tokens(nbytes) / max(length, 1), needed_bytes=cache),
-        engine="llamacpp", version=str(read_version("llamacpp", request.engine_version, request.as_of)),
-        notes=("No fraction: weights, cache and compute buffers are what the settings make them, on all cards together.",),
-    )  # fmt: skip
+        pool=Pool(
+            tokens=tokens,
+            blocks=tokens,
+            tokens_per_block=1,
+            bytes_per_token=slope,
+            concurrency=lambda nbytes: tokens(nbytes) / max(length, 1),
+            needed_bytes=cache,
+        ),
+        engine="llamacpp",
+        version=str(read_version("llamacpp", request.engine_version, request.as_of)),
+        notes=("No fraction: weights, cache and compute buffers are what the settings make them, all cards together.",),
+    )

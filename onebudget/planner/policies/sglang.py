@@ -72,9 +72,12 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
     kind = weight_format(request.weights_dtype, dims.quantization, dims.name)
     stage = max(1, len(dims.layers) // layout.pp)
     shard = Shard(
-        tp=layout.tp, experts_over=layout.tp * max(layout.dp, 1), whole_experts=layout.ep > 1, end_layer=stage,
+        tp=layout.tp,
+        experts_over=layout.tp * max(layout.dp, 1),
+        whole_experts=layout.ep > 1,
+        end_layer=stage,
         has_head=layout.pp == 1,
-    )  # fmt: skip
+    )
     weights = weights_on_rank(dims, kind, shard)
     limit = int(before.bytes * share)
     spread = int((before.high_bytes - before.low_bytes) * share / 2)
@@ -83,15 +86,22 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
     charged.append(Part("recurrent_state", "resources", state, "reserve"))
     context = Figure(total - before.bytes, total - before.high_bytes, total - before.low_bytes, "modelled", before.why)
     return Outcome(
-        capacity_bytes=total, budget=Budget(limit, "mem_fraction_static", share, spread), charged=tuple(charged),
-        outside=(Part("context", "driver", context, "load"), *_lives_in_the_rest(settings, version, dims, shard, smi_mib)),
-        pool=pool, engine="sglang", version=str(version),
+        capacity_bytes=total,
+        budget=Budget(limit, "mem_fraction_static", share, spread),
+        charged=tuple(charged),
+        outside=(
+            Part("context", "driver", context, "load"),
+            *_lives_in_the_rest(settings, version, dims, shard, smi_mib),
+        ),
+        pool=pool,
+        engine="sglang",
+        version=str(version),
         notes=(
-            f"SGLang {version}" + ("" if version.given else " (no version was given: the newest before the plan's date)"),
+            f"SGLang {version}" + ("" if version.given else " (not given: the newest before the plan's date)"),
             "mem_fraction_static is a share of the memory that is free before loading; activations, graphs and "
             "request tables live in the rest.",
         ),
-    )  # fmt: skip
+    )
 
 
 def _free_before_load(request: PlanRequest, total: int) -> Figure:
@@ -190,10 +200,19 @@ def _lives_in_the_rest(
     batch = 0 if switch(settings, "disable_cuda_graph", default=False) else _graph_batch(settings, card)
     graphs = int((0.05 + 0.0025 * batch) * GIB)
     return (
-        Part("fixed_workspace", "scheduler", Figure.exact(table, f"{seats} seats x {length} + 4 tokens x 4 B", "modelled"), "serve"),
-        Part("activations", "models", Figure(forward, forward // 2, forward * 2, "modelled", f"{chunk} tokens"), "serve"),
-        Part("graphs", "graphs", Figure(graphs, graphs // 3, graphs * 3, "modelled", f"batches up to {batch}"), "capture"),
-    )  # fmt: skip
+        Part(
+            "fixed_workspace",
+            "scheduler",
+            Figure.exact(table, f"{seats} seats x {length} + 4 tokens x 4 B", "modelled"),
+            "serve",
+        ),
+        Part(
+            "activations", "models", Figure(forward, forward // 2, forward * 2, "modelled", f"{chunk} tokens"), "serve"
+        ),
+        Part(
+            "graphs", "graphs", Figure(graphs, graphs // 3, graphs * 3, "modelled", f"batches up to {batch}"), "capture"
+        ),
+    )
 
 
 def _pool(settings: dict[str, Any], request: PlanRequest, dims: Dims, tp: int, rest: int) -> tuple[Pool, Figure]:
@@ -220,10 +239,14 @@ def _pool(settings: dict[str, Any], request: PlanRequest, dims: Dims, tp: int, r
         return min(count, cap) if cap else count
 
     pool = Pool(
-        tokens=tokens, blocks=lambda nbytes: tokens(nbytes) // page, tokens_per_block=page, bytes_per_token=cell,
-        fixed_bytes=state.bytes, concurrency=lambda nbytes: tokens(nbytes) / longest,
+        tokens=tokens,
+        blocks=lambda nbytes: tokens(nbytes) // page,
+        tokens_per_block=page,
+        bytes_per_token=cell,
+        fixed_bytes=state.bytes,
+        concurrency=lambda nbytes: tokens(nbytes) / longest,
         needed_bytes=align_up(1, page) * cell,
-    )  # fmt: skip
+    )
     return pool, state
 
 

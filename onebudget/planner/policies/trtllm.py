@@ -58,9 +58,12 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
     layout = request.layout
     kind = weight_format(request.weights_dtype, dims.quantization, dims.name)
     shard = Shard(
-        tp=layout.tp, experts_over=layout.tp, whole_experts=layout.ep > 1,
-        end_layer=ceil_div(len(dims.layers), layout.pp), has_head=layout.pp == 1,
-    )  # fmt: skip
+        tp=layout.tp,
+        experts_over=layout.tp,
+        whole_experts=layout.ep > 1,
+        end_layer=ceil_div(len(dims.layers), layout.pp),
+        has_head=layout.pp == 1,
+    )
     used = _used(request, settings, dims, kind, shard, version, total, pytorch=is_pytorch(request, settings, version))
     left = total - sum(part.figure.bytes for part in used)
     share = fraction(settings, "free_gpu_memory_fraction", 0.9)
@@ -72,14 +75,19 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
         limit, name, value = ceil_div(cap, pool.tokens_per_block) * pool.tokens_per_block * slope, "max_tokens", cap
     spread = 0 if name == "max_tokens" else int(share * _spread(used))
     return Outcome(
-        capacity_bytes=total, budget=Budget(limit, name, value, spread), charged=(), outside=tuple(used), pool=pool,
-        engine="trtllm", version=str(version),
+        capacity_bytes=total,
+        budget=Budget(limit, name, value, spread),
+        charged=(),
+        outside=tuple(used),
+        pool=pool,
+        engine="trtllm",
+        version=str(version),
         notes=(
             f"TensorRT-LLM {version}, {'PyTorch' if is_pytorch(request, settings, version) else 'TensorRT'} backend"
             + ("" if version.given else " (no version was given: the newest before the plan's date)"),
             "free_gpu_memory_fraction is a share of what is free after weights, activations and buffers.",
         ),
-    )  # fmt: skip
+    )
 
 
 def _default_batch(version: EngineVersion) -> int:
@@ -93,9 +101,16 @@ def _spread(parts: list[Part]) -> float:
 
 
 def _used(
-    request: PlanRequest, settings: dict[str, Any], dims: Dims, kind: WeightFormat, shard: Shard, version: EngineVersion, total: int, *,
+    request: PlanRequest,
+    settings: dict[str, Any],
+    dims: Dims,
+    kind: WeightFormat,
+    shard: Shard,
+    version: EngineVersion,
+    total: int,
+    *,
     pytorch: bool,
-) -> list[Part]:  # fmt: skip
+) -> list[Part]:
     """Everything that exists before the pool is sized."""
     tokens = whole(settings, "max_num_tokens", 8192) or 8192
     batch = whole(settings, "max_batch_size", _default_batch(version)) or 1
@@ -147,8 +162,12 @@ def _pool(request: PlanRequest, settings: dict[str, Any], version: EngineVersion
         return ceil_div(usable // slope, block)
 
     pool = Pool(
-        tokens=lambda nbytes: blocks(nbytes) * block, blocks=blocks, tokens_per_block=block, bytes_per_token=slope,
-        fixed_bytes=state, concurrency=lambda nbytes: blocks(nbytes) * block / longest,
+        tokens=lambda nbytes: blocks(nbytes) * block,
+        blocks=blocks,
+        tokens_per_block=block,
+        bytes_per_token=slope,
+        fixed_bytes=state,
+        concurrency=lambda nbytes: blocks(nbytes) * block / longest,
         needed_bytes=block * slope + state,
-    )  # fmt: skip
+    )
     return pool, slope

@@ -82,11 +82,11 @@ def _is_development(engine: str, number: Number, text: str) -> bool:
 
 
 def _line_number(engine: str, found: re.Match[str]) -> Number:
-    parts = [part for part in found.groups()]
+    parts = list(found.groups())
     if parts[1] in (None, "x", "X") or parts[2] in ("x", "X"):
         fixed = tuple(int(part) for part in parts if part and part.isdigit())
         line = [number for number in releases(engine) if number[: len(fixed)] == fixed]
-        return max(line, default=(*fixed, 0, 0)[:3])
+        return max(line, default=(fixed[0], fixed[1] if len(fixed) > 1 else 0, 0))
     major, minor, patch = parts
     return (int(major), int(minor), int(patch or 0))
 

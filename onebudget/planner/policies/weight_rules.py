@@ -1,4 +1,4 @@
-"""Bytes of weights on one rank from the widths in a config: what is sharded, replicated, padded, and left in 16 bits."""
+"""Bytes of weights on one rank from the widths in a config: what is sharded, replicated, padded, left in 16 bits."""
 
 from __future__ import annotations
 

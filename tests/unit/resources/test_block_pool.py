@@ -3,6 +3,7 @@ from __future__ import annotations
 from onebudget.resources.kv.blocks import BlockPool
 from onebudget.resources.kv.node import Node, token_bytes
 from onebudget.resources.kv.store import CountedStore
+from onebudget.resources.kv.tier import CountedTier
 
 SIZE = 2
 
@@ -193,3 +194,38 @@ def test_work_per_operation_does_not_depend_on_the_size_of_the_pool() -> None:
         counted[blocks] = {work(one, blocks // 32 + number) for number in range(8)}
     assert set(map(frozenset, counted.values())) == {frozenset(counted[1024])}
     assert len(counted[1024]) == 1
+
+
+def test_what_was_cut_from_the_end_of_a_run_does_not_hide_what_comes_behind_it_later() -> None:
+    one = pool(6)
+    first, second, *_ = kept(one, [1, 2, 3, 4, 5, 6, 7, 8])
+    one.give_back(one.take(4))  # two unused ones, and the last two of the run
+    other = kept(one, [1, 2, 3, 4, 9, 9])
+    assert find(one, [1, 2, 3, 4, 9, 9]) == [first, second, other[2]]
+    assert find(one, [1, 2, 3, 4, 5, 6]) == [first, second]
+
+
+def test_a_beginning_is_worth_what_hangs_under_it() -> None:
+    one = pool(3)
+    root = one.tree.root()
+    one.hold(root)
+    table = one.take(2)
+    key = token_bytes([1, 2, 3, 4])
+    node = one.insert(root, key, 0, table, 1, 35)
+    one.release(one.insert(node, key, 1, table, 2, 80))
+    one.hold(root)
+    one.release(one.insert(root, token_bytes([5, 6]), 0, one.take(1), 1, 50))
+    assert [one.take(1), one.take(1), one.take(1)] == [[2], [1], [0]]
+
+
+def test_a_run_whose_device_part_is_claimed_is_no_longer_to_be_evicted() -> None:
+    store = CountedStore(4, SIZE)
+    one = BlockPool(store, near=CountedTier("host", 4))
+    table = kept(one, [1, 2, 3, 4, 5, 6, 7, 8])
+    other = one.take(2)
+    assert set(other) == set(table[2:])
+    node, held = claim(one, [1, 2, 3, 4])
+    assert held == table[:2]
+    assert one.order.first() is None
+    one.release(node)
+    assert one.evict(2) == 2

@@ -219,3 +219,39 @@ def test_a_tier_that_stopped_takes_no_more_and_still_gives() -> None:
     again = request(8, [0] * 5)
     compute(kv, store, again)
     assert store.blocks[kv.block_table(again)[0]][3] == text_up_to(again, 3)
+
+
+def test_what_the_disk_lost_is_no_longer_found() -> None:
+    store = WrittenStore(4, 4)
+    group = KVGroup(store, near=MovingTier("disk", 8, store, in_memory=False))
+    kv = KVCacheManager([group], reuse=True, partial_reuse=False, counters=group.blocks.counters)
+    one = request(0, list(range(12)))
+    compute(kv, store, one)
+    kv.free(one)
+    group.blocks.evict(3)
+    store.lost = {1}
+    again = request(1, [*range(12), 1])
+    assert kv.reusable_tokens(again) == 12
+    assert kv.begin(again) == 4
+    assert kv.counters.disk_lost == 1
+    assert kv.reusable_tokens(request(2, [*range(12), 1])) == 4
+    assert spill_of(kv).near.used_slots == 0
+
+
+def test_a_part_of_a_block_is_copied_and_not_at_the_cost_of_itself() -> None:
+    store = WrittenStore(3, 4)
+    kv = KVCacheManager(store, reuse=True)
+    one = request(0, [0, 1, 2, 3])
+    compute(kv, store, one)
+    kv.free(one)
+    other = request(1, [0, 1, 9, 9, 9])
+    assert kv.begin(other) == 2
+    assert (kv.counters.partial_copies, kv.counters.reused, kv.counters.reused_tokens) == (1, 0, 2)
+    assert store.blocks[kv.block_table(other)[0]][1] == text_up_to(one, 1)
+    kv.free(other)
+    held = kv.groups[0].blocks.take(2)
+    assert kv.free_blocks == 1
+    last = request(2, [0, 1, 8, 8, 8])
+    assert kv.begin(last) == 0
+    assert (kv.block_table(last), kv.free_blocks) == ([], 1)
+    kv.groups[0].blocks.give_back(held)

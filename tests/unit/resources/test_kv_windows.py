@@ -185,3 +185,15 @@ def test_pools_never_exceed_the_budget(kv_bytes: int, window: int, version: str,
     blocks = division.divide_blocks(kv_bytes, groups, settings)
     used = sum(count * 4 * group.bytes_per_token for count, group in zip(blocks, groups, strict=True))
     assert used <= kv_bytes < used + sum(4 * group.bytes_per_token for group in groups) + len(groups) * 40
+
+
+def test_what_one_request_returns_another_of_the_same_step_takes() -> None:
+    kv = KVCacheManager(KVGroup(CountedStore(4, 4), window_tokens=4))
+    taker, returner = request(0, 4, 9), request(1, 12, 9)
+    step(kv, taker, 4)
+    returner.chunk_tokens = 12
+    kv.prepare(ScheduledBatch(context_last=[returner]))
+    assert kv.free_blocks == 0
+    returner.computed_tokens, returner.state, returner.output_token_ids = 12, RequestState.GENERATION, [1]
+    kv.prepare(ScheduledBatch(generation=[taker, returner]))  # before the step that computed the prompt is settled
+    assert (taker.id, kv.front_removed(returner), kv.free_blocks) == (0, 2, 0)

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 from onebudget.buffers import BufferManager
 from onebudget.device import open_device
 from onebudget.device.base import Device
-from onebudget.errors import AllocationError
+from onebudget.errors import AllocationError, StateError
 from onebudget.workspace import ScratchBuffer
 
 KIB = 1024
@@ -35,10 +35,10 @@ def test_nothing_is_held_before_the_first_demand(device: Device, scratch: Scratc
 
 
 def test_the_largest_demand_not_the_sum(device: Device, scratch: ScratchBuffer) -> None:
-    for demand in (3 * KIB, 5 * KIB, 2 * KIB, 5 * KIB):
+    for demand, so_far in ((3 * KIB, 3 * KIB), (5 * KIB, 5 * KIB), (2 * KIB, 5 * KIB), (5 * KIB, 5 * KIB)):
         view = scratch.require(demand)
         assert tuple(view.shape) == (demand,)
-        assert scratch.logical_bytes == demand
+        assert scratch.logical_bytes == so_far
     assert scratch.capacity_bytes == scratch.peak_bytes == device.used_by_owner()["fixed_workspace"] == 5 * KIB
     assert scratch.grow_count == 2
 
@@ -90,3 +90,30 @@ def test_any_demands(demands: list[int]) -> None:
         assert scratch.peak_bytes == met
         scratch.release()
         assert device.sample().alloc_live == 0
+
+
+def test_the_logical_size_forgets_only_when_told(scratch: ScratchBuffer) -> None:
+    """Three layers ask 40, 90 and 60: the demand is their maximum, once the last forward's is forgotten."""
+    scratch.require(400)
+    for demand in (40, 90, 60):
+        scratch.require(demand)
+    assert scratch.logical_bytes == 400
+    scratch.resize(0)
+    for demand, so_far in ((40, 40), (90, 90), (60, 90)):
+        scratch.require(demand)
+        assert scratch.logical_bytes == so_far
+    assert (scratch.capacity_bytes, scratch.grow_count) == (400, 1)
+
+
+def test_a_sealed_buffer_stays_where_it_is(device: Device, scratch: ScratchBuffer) -> None:
+    scratch.require(4 * KIB)
+    scratch.seal()
+    address = scratch.data_ptr
+    scratch.resize(0)
+    scratch.require(4 * KIB)
+    with pytest.raises(StateError, match="graph scratch moved"):
+        scratch.require(4 * KIB + 1)
+    assert (scratch.data_ptr, scratch.capacity_bytes) == (address, 4 * KIB)
+    scratch.release()
+    assert (device.sample().alloc_live, scratch.sealed) == (0, False)
+    scratch.require(5 * KIB)

@@ -146,8 +146,8 @@ PROOFS: Mapping[str, Proof] = {
         # Captured after the pool took its share, graphs then lie where the largest step needs room.
         Proof(
             reserve="graphs",
-            owner="activations",
-            model={"num_hidden_layers": 1},
+            owner="logits",
+            model={"num_hidden_layers": 1, "vocab_size": 4096},
             knobs={
                 "max_batch_size": 2,
                 "max_num_tokens": 256,
@@ -157,7 +157,7 @@ PROOFS: Mapping[str, Proof] = {
                 "enable_cuda_graphs": True,
             },
             device_memory=8 << 20,
-            jobs=[Job(8, _greedy(6)), Job(300, _greedy(2))],
+            jobs=[Job(8, _greedy(6)), Job(500, _greedy(2, prompt_logprobs=1))],
         ),
     )
 }

@@ -20,7 +20,7 @@ from onebudget.graphs.host_graph import HostGraphBackend
 from onebudget.graphs.keys import GraphKey, GraphState, Tier
 from onebudget.graphs.padding import PaddingDummies
 from onebudget.graphs.runner import CUDAGraphRunner
-from onebudget.graphs.static import INPUT_IDS, POSITION_IDS, SEQ_LENS, ExtraInput, StaticTensors, static_tokens
+from onebudget.graphs.static import INPUT_IDS, OWNER, POSITION_IDS, SEQ_LENS, ExtraInput, StaticTensors, static_tokens
 from onebudget.units import ceil_div, format_bytes
 from onebudget.workspace import ScratchBuffer
 
@@ -132,7 +132,7 @@ class DecodeGraphs:
                 scope=scope,
             )
             undo.callback(self.static.release)
-            self._scratch = ScratchBuffer(station.manager, scope=scope)
+            self._scratch = _GraphScratch(station.manager, scope=scope)
             undo.callback(self._scratch.release)
             self._attention = backend_for(facts)(groups, self._scratch, facts, station.model.dtype)
             self.dummies = PaddingDummies([kv])
@@ -352,6 +352,13 @@ class DecodeGraphs:
         self._plans.clear()
         self._scratch.release()
         self.static.release()
+
+
+class _GraphScratch(ScratchBuffer):
+    """The copy of the scratch that graphs see, whoever asks for it."""
+
+    def _grow(self, nbytes: int, owner: str) -> None:
+        super()._grow(nbytes, OWNER)
 
 
 @dataclass(frozen=True, slots=True)

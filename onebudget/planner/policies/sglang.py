@@ -108,7 +108,7 @@ def _free_before_load(request: PlanRequest, total: int) -> Figure:
     """Total less the context and, with several ranks, the communicators: 0.6 to 1.1 GiB on one card, 1.5 to 3 more."""
     context = context_bytes(request.gpu)
     held = context.bytes + GIB // 10
-    wide = GIB // 3
+    wide = GIB // 2
     if request.layout.tp * request.layout.pp > 1:
         held += GIB * 9 // 10
         wide = GIB

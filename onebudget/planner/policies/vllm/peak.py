@@ -17,6 +17,9 @@ FUSED_KERNELS = 15
 """The same without a sort: Triton top-k/p from 0.17, FlashInfer from 0.21."""
 V2_RUNNER = 6
 """The newer runner profiles its sampler without top-k and top-p: a row in 16 and one in 32 bits."""
+RESERVED_PERCENT = 140
+"""Until 0.6.3 the peak is what the allocator had reserved, with its holes: 40 % above what was in use where a long
+prompt runs whole (the even-id case with a printed length)."""
 _TRITON_ROWS = 8
 
 
@@ -36,13 +39,15 @@ def profile_peak(dims: Dims, kind: WeightFormat, shard: Shard, limits: Limits, v
     factor = sampler_bytes_per_logit(version, limits)
     sampler = tokens * dims.hidden * 2 + factor * rows * align_up(dims.vocab, VOCAB_PADDING) if shard.has_head else 0
     forward = tokens * _forward_bytes_per_token(dims, kind, shard, tokens, version)
+    if not version.at_least(0, 6, 4):
+        forward = forward * RESERVED_PERCENT // 100
     kept = _encoder_bytes(dims, tokens)
     peak = max(forward, sampler) + kept
     why = (
         f"the larger of forward ({tokens} tokens, {forward / GIB:.2f} GiB) and sampler ({rows} rows of {dims.vocab} x "
         f"{factor} B, {sampler / GIB:.2f} GiB)"
     )
-    low, high = peak * 88 // 100, peak * 115 // 100 + kept
+    low, high = peak * 85 // 100, peak * 118 // 100 + kept
     if not version.given:  # the sampler is what changed most between versions
         native = NATIVE_SORT * rows * align_up(dims.vocab, VOCAB_PADDING) if shard.has_head else 0
         low, high = min(low, forward), max(high, min(native, 2 * peak + GIB // 2))

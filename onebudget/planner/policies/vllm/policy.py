@@ -206,7 +206,7 @@ def _stage(case: Case, shard: Shard) -> Outcome:
     share = case.total_bytes * Fraction(str(util))
     limit = math.ceil(share) if version.at_least(0, 20) else int(share)
     budget = Budget(
-        limit, "gpu_memory_utilization", util, int(util * _total_spread(request, case.total_bytes)) + limit * 12 // 1000
+        limit, "gpu_memory_utilization", util, int(util * _total_spread(request, case.total_bytes)) + limit * 15 // 1000
     )
     weights = weights_on_rank(dims, case.kind, shard)
     ranks = request.layout.tp * request.layout.pp
@@ -242,7 +242,7 @@ def _fixed(part: Part) -> Part:
 
 def _total_spread(request: PlanRequest, total: int) -> int:
     """Drivers differ by about 0.1 GiB in what they report; a total that was given is taken as it is."""
-    return 0 if request.total_bytes else total // 400
+    return 0 if request.total_bytes else max(total // 400, request.gpu.total_error_bytes)
 
 
 def _lora(case: Case, shard: Shard) -> Figure:

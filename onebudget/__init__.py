@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from onebudget.errors import StateError as StateError
     from onebudget.errors import UnknownKeyError as UnknownKeyError
     from onebudget.errors import UseAfterFreeError as UseAfterFreeError
+    from onebudget.graphs.runner import CUDAGraphRunner as CUDAGraphRunner
     from onebudget.resources.base import BaseResourceManager as BaseResourceManager
     from onebudget.resources.kv.manager import KVCacheManager as KVCacheManager
     from onebudget.resources.kv.v2 import KVCacheManagerV2 as KVCacheManagerV2
@@ -59,6 +60,7 @@ _HOMES = {
     "BudgetError": "errors",
     "Buffer": "buffers",
     "BufferManager": "buffers",
+    "CUDAGraphRunner": "graphs.runner",
     "CacheCost": "budget.cost",
     "CapacityError": "errors",
     "ConfigError": "errors",

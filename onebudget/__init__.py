@@ -45,11 +45,17 @@ if TYPE_CHECKING:
     from onebudget.errors import StateError as StateError
     from onebudget.errors import UnknownKeyError as UnknownKeyError
     from onebudget.errors import UseAfterFreeError as UseAfterFreeError
+    from onebudget.graphs.buckets import default_graph_batch_sizes as default_graph_batch_sizes
+    from onebudget.graphs.buckets import filter_graph_batch_sizes as filter_graph_batch_sizes
+    from onebudget.graphs.buckets import resolve_graph_batch_sizes as resolve_graph_batch_sizes
+    from onebudget.graphs.plan_buckets import plan_buckets as plan_buckets
     from onebudget.graphs.runner import CUDAGraphRunner as CUDAGraphRunner
     from onebudget.resources.base import BaseResourceManager as BaseResourceManager
     from onebudget.resources.kv.manager import KVCacheManager as KVCacheManager
     from onebudget.resources.kv.v2 import KVCacheManagerV2 as KVCacheManagerV2
     from onebudget.resources.manager import ResourceManager as ResourceManager
+    from onebudget.workspace.policy import WorkspaceShrinkPolicy as WorkspaceShrinkPolicy
+    from onebudget.workspace.reclaim import EagerWorkspaceReclaimer as EagerWorkspaceReclaimer
 
 # Imported on first use, so that planning works where torch is not installed.
 _HOMES = {
@@ -66,6 +72,7 @@ _HOMES = {
     "ConfigError": "errors",
     "Device": "device.base",
     "DeviceError": "errors",
+    "EagerWorkspaceReclaimer": "workspace.reclaim",
     "KVCacheManager": "resources.kv.manager",
     "KVCacheManagerV2": "resources.kv.v2",
     "LLM": "engine.llm",
@@ -87,14 +94,19 @@ _HOMES = {
     "StreamChunk": "engine.session",
     "UnknownKeyError": "errors",
     "UseAfterFreeError": "errors",
+    "WorkspaceShrinkPolicy": "workspace.policy",
     "context_kv_len_cap": "budget.context_workspace",
     "context_workspace_reserve": "budget.context_workspace",
+    "default_graph_batch_sizes": "graphs.buckets",
     "derive_budget": "budget.derive",
+    "filter_graph_batch_sizes": "graphs.buckets",
     "indexer_logits_bytes": "budget.reserves",
     "materialize_with_tag": "buffers.virtual",
     "open_device": "device",
     "penalty_workspace_bytes": "budget.reserves",
+    "plan_buckets": "graphs.plan_buckets",
     "release_with_tag": "buffers.virtual",
+    "resolve_graph_batch_sizes": "graphs.buckets",
     "split_budget": "budget.split",
     "virtual_memory_scope": "buffers.virtual",
 }

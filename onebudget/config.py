@@ -77,6 +77,8 @@ class BudgetConfig:
         None, knobs.counts(1), "batch sizes to capture; None: 1, 2, 4 and every eighth up to max_batch_size"
     )
     cuda_graph_padding: bool = _knob(True, knobs.flag(), "pad a batch up to the next captured size")
+    reclaim_workspace: bool = _knob(True, knobs.flag(), "give scratch back that three forwards in a row did not need")
+    trim_after_shrink: bool = _knob(False, knobs.flag(), "return such scratch from the allocator's cache too")
     enable_penalties: bool = _knob(True, knobs.flag(), "accept penalised requests and reserve their tables")
     enable_sleep: bool = _knob(False, knobs.flag(), "let weights and KV cache leave the device while nobody asks")
     seed: int | None = _knob(None, knobs.count(0, none=True), "seed of requests that bring none")
@@ -187,6 +189,7 @@ def resolve_max_seq_len(config: BudgetConfig, model_max_seq_len: int | None) -> 
 _ENVIRONMENT = {
     "ONEBUDGET_SKIP_KV_ESTIMATION": "skip_estimation",
     "ONEBUDGET_CONTEXT_KV_LEN_CAP": "context_kv_len_cap",
+    "ONEBUDGET_RECLAIM_WORKSPACE": "reclaim_workspace",
 }
 
 

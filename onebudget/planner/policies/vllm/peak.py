@@ -12,7 +12,7 @@ from onebudget.units import GIB, align_up
 
 NATIVE_SORT = 38
 """Bytes per vocabulary entry and row of the sampler that sorts: rows in 16 and 32 bits, the sorted copy with its
-indices, and the sort's scratch. Even-id cases with weights, peak and pool printed agree within 1 % (V0 to 0.10)."""
+indices, and the sort's scratch. A fit to printed peaks of V0 and of V1 to 0.10, of both halves of the cases."""
 FUSED_KERNELS = 15
 """The same without a sort: Triton top-k/p from 0.17, FlashInfer from 0.21."""
 V2_RUNNER = 6

@@ -33,7 +33,6 @@ COMBINATIONS = [dict(zip(SWITCHES, each, strict=True)) for each in itertools.pro
 QUICK = [
     {"reuse": 0, "host": 0, "disk": 0, "chunks": 0, "overlap": 0, "manager": 0},
     {"reuse": 0, "host": 1, "disk": 0, "chunks": 1, "overlap": 0, "manager": 1},
-    {"reuse": 1, "host": 1, "disk": 1, "chunks": 0, "overlap": 1, "manager": 0},
 ]
 
 

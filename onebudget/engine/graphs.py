@@ -174,6 +174,7 @@ class DecodeGraphs:
                 with self.runner.allow_capture(warmup_only=True):
                     for key in self.runner.capture_keys():
                         self._try(key, dummy, allowance_bytes, growth, dropped)
+                self._scratch.seal()
             if allowance_bytes is not None:
                 self._platform.pool_limit_bytes = allowance_bytes - self.static.device_bytes - self.scratch_bytes
             with self.runner.allow_capture():

@@ -15,7 +15,9 @@ from onebudget.devtools.reserves import PROOFS, Job, Proof, remove_reserve
 from onebudget.devtools.tiny_models import TINY_KINDS, tiny_config, tiny_model
 from onebudget.engine.build import build_engine
 from onebudget.engine.derivation import declared_reserves
+from onebudget.engine.graph_budget import declare_graphs, graph_reserves
 from onebudget.models.facts import facts_from_config
+from onebudget.models.load import read_facts
 from onebudget.progress import SilentProgress
 
 PROVED_HERE = {"fragmentation"}
@@ -70,7 +72,7 @@ def block_bytes(ledger: Ledger) -> int:
     return ledger.kv_cache.bytes_per_token * ledger.kv_cache.tokens_per_block
 
 
-def test_every_reserve_that_the_engine_declares_has_a_proof() -> None:
+def test_every_reserve_that_the_engine_declares_has_a_proof(tmp_path: Path) -> None:
     declared: set[str] = set()
     profile = ProfileResult(
         model_bytes=0, torch_peak_bytes=0, torch_used_bytes=0, device_used_bytes=0, prompt_logits_bytes=1
@@ -81,6 +83,9 @@ def test_every_reserve_that_the_engine_declares_has_a_proof() -> None:
             lines, workspace = declared_reserves(facts, "float32", BudgetConfig(**knobs), profile, 4096)
             declared |= {line.name for line in lines}
             declared |= {"context_workspace"} if workspace else set()
+    folder = tiny_model("gqa", tmp_path)
+    graphs = declare_graphs(folder, read_facts(folder), "float32", BudgetConfig())
+    declared |= {line.name for line in graph_reserves(graphs, 4096)}
     assert declared == set(PROOFS) | PROVED_HERE
 
 
@@ -106,7 +111,7 @@ def full_step_fits(folder: Path, capacity_bytes: int) -> bool:
     """Two requests generate up to ``max_seq_len``, then a prompt uses up a step's tokens."""
     config = BudgetConfig(
         dtype="fp32", free_gpu_memory_fraction=1.0, max_batch_size=2, max_num_tokens=128, max_seq_len=256,
-        tokens_per_block=8, enable_penalties=False,
+        tokens_per_block=8, enable_penalties=False, enable_cuda_graphs=False,
     )  # fmt: skip
     device = open_device("host", capacity_bytes=capacity_bytes, granularity_bytes=PAGE)
     engine = build_engine(folder, config, device, SilentProgress(), strict_memory=True)

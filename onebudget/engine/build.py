@@ -15,13 +15,15 @@ from onebudget.buffers import BufferManager
 from onebudget.config import BudgetConfig, resolve_max_seq_len
 from onebudget.engine.agreement import agree_on_ledger, agree_on_settings
 from onebudget.engine.assembly import build_executor
-from onebudget.engine.derivation import dry_profile, engine_ledger, left_out
+from onebudget.engine.derivation import engine_ledger, left_out
+from onebudget.engine.dry_runs import dry_profile
 from onebudget.engine.executor import Counters, Executor
 from onebudget.engine.graph_budget import engine_graph_sizes
 from onebudget.engine.graphs import DecodeGraphs, GraphCounts, padding_blocks
 from onebudget.engine.kv_cache import pool_blocks
 from onebudget.engine.probe import full_cache_tells, measure, probe_batches, run_dummies, run_full_cache
 from onebudget.engine.ranks import RankGroup
+from onebudget.engine.reclaiming import leave_smallest_scratch, start_reclaiming
 from onebudget.engine.sleep import Sleeper
 from onebudget.engine.stages import Stages
 from onebudget.engine.station import Station
@@ -114,6 +116,7 @@ def build_engine(
             _warm_up(executor, station, config, progress)
         with ranks.stage("graphs"):
             _capture_graphs(executor, station, config, ledger, progress)
+            start_reclaiming(executor, config)
         executor.runner.metered = strict_memory
         undo.pop_all()
         sleeper = Sleeper(station, executor, folder)
@@ -213,7 +216,10 @@ def _warm_up(executor: Executor, station: Station, config: BudgetConfig, progres
             stage.advance(1)
         if not left_out.get():  # without one of its reserves an engine is to fail in service, where the proof looks
             run_full_cache(executor, station, keep_marks=True)
-    executor.runner.scratch.start_anew()
+    if left_out.get():
+        executor.runner.scratch.start_anew()
+    else:
+        leave_smallest_scratch(executor, config)
     executor.runner.graph_counts = GraphCounts()
     executor.counters = Counters()
     executor.kv.reset_peaks()

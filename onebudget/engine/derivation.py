@@ -16,15 +16,13 @@ from onebudget.budget.late import LateAllocations
 from onebudget.budget.ledger import DeviceLine, HostLine, Ledger
 from onebudget.budget.reserves import ReserveLine, encoder_reserve_bytes, seat_count
 from onebudget.engine.assembly import kv_cost
+from onebudget.engine.dry_runs import WholeModel
 from onebudget.engine.graph_budget import graph_reserves
 from onebudget.engine.kv_cache import host_lines, layer_groups
 from onebudget.engine.logprobs import prompt_rows_at_once
 from onebudget.engine.penalties import late_tables
-from onebudget.engine.probe import measure
-from onebudget.engine.station import fake_station
 from onebudget.errors import BudgetError
 from onebudget.models.facts import DTYPE_BYTES
-from onebudget.progress import SilentProgress
 from onebudget.resources.kv.division import is_plain, ledger_groups
 from onebudget.units import align_up
 
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     from onebudget.budget.profile import ProfileResult
     from onebudget.config import BudgetConfig
     from onebudget.device.base import Device
+    from onebudget.engine.dry_runs import DryRuns
     from onebudget.engine.encoder import MultimodalEncoder
     from onebudget.models.facts import ModelFacts
 
@@ -52,8 +51,13 @@ def engine_ledger(
     rounding_bytes: int | None = None,
     encoder: MultimodalEncoder | None = None,
     notes: Iterable[str] = (),
+    dry: DryRuns | None = None,
 ) -> Ledger:
-    """The budget of one model on one device. ``BudgetError`` with simulated ways out when it doesn't fit."""
+    """The budget of one model on one device. ``BudgetError`` with simulated ways out when it doesn't fit.
+
+    ``dry`` answers what changes would make of the profile, and what graphs will hold; None: the model in ``folder``.
+    """
+    dry = dry or WholeModel(folder, facts)
     reason = why_estimation_is_off(config)
     if rounding_bytes is None:  # a dry run: nothing but rounding is outside its books
         rounding_bytes = profile.extra_cost_bytes
@@ -65,7 +69,7 @@ def engine_ledger(
         config,
         profile,
         kv_cost(facts, dtype, config),
-        [*lines, *_encoder_reserves(encoder, profile), *_graph_reserves(folder, facts, dtype, config, granule)],
+        [*lines, *_encoder_reserves(encoder, profile), *_graph_reserves(dry, dtype, config, granule)],
         total_bytes=device.total_bytes,
         context_workspace=workspace,
         model=facts.name,
@@ -84,9 +88,9 @@ def engine_ledger(
         groups=None if is_plain(layers) else lambda kv_bytes: ledger_groups(kv_bytes, layers, config),
         host=_host_lines(profile, config),
         notes=[*notes, *([f"No profiling run took place: {reason}."] if reason else [])],
-        candidates=lambda wanted: _candidates(folder, facts, dtype, wanted, profile, granule),
+        candidates=lambda wanted: _candidates(dry, facts, dtype, wanted, profile, granule),
     )
-    tiers = host_lines(config, device.facts, ledger.kv_cache.bytes, facts.ranks)
+    tiers = host_lines(config, device.facts, ledger.kv_cache.bytes, facts.ranks, layers)
     return ledger.replace(host=(*ledger.host, *tiers))
 
 
@@ -105,10 +109,8 @@ def declared_reserves(
     return [line for line in lines if line.name not in skipped], workspace
 
 
-def _graph_reserves(
-    folder: Path, facts: ModelFacts, dtype: str, config: BudgetConfig, granule_bytes: int
-) -> list[ReserveLine]:
-    return [] if "graphs" in left_out.get() else graph_reserves(folder, facts, dtype, config, granule_bytes)
+def _graph_reserves(dry: DryRuns, dtype: str, config: BudgetConfig, granule_bytes: int) -> list[ReserveLine]:
+    return [] if "graphs" in left_out.get() else graph_reserves(dry.graphs(dtype, config), granule_bytes)
 
 
 def _encoder_reserves(encoder: MultimodalEncoder | None, profile: ProfileResult) -> list[ReserveLine]:
@@ -198,22 +200,13 @@ def _rounding_reserves(facts: ModelFacts, dtype: str, config: BudgetConfig, gran
     ]
 
 
-def dry_profile(folder: Path, dtype: str, config: BudgetConfig, *, ranks: int = 1) -> ProfileResult:
-    """The profile of the same steps on meta tensors: no memory, no weights, the same bytes."""
-    station = fake_station(folder, dtype, ranks=ranks)
-    try:
-        return measure(station, config, SilentProgress())[0]
-    finally:
-        station.close()
-
-
 def _candidates(
-    folder: Path, facts: ModelFacts, dtype: str, config: BudgetConfig, profile: ProfileResult, granule_bytes: int
+    dry: DryRuns, facts: ModelFacts, dtype: str, config: BudgetConfig, profile: ProfileResult, granule_bytes: int
 ) -> Iterator[Candidate]:
     """Changes that alter what the profile sees, each simulated with a dry run of its own, and one that doesn't."""
     if config.enable_penalties:
         lines, _ = declared_reserves(facts, dtype, config.replace(enable_penalties=False), profile, granule_bytes)
-        lines += _graph_reserves(folder, facts, dtype, config, granule_bytes)
+        lines += _graph_reserves(dry, dtype, config, granule_bytes)
         yield Candidate(set={"enable_penalties": False}, reserves=tuple(lines))
     changes: list[dict[str, object]] = []
     if config.max_num_tokens > 256:
@@ -223,24 +216,24 @@ def _candidates(
     if DTYPE_BYTES[dtype] == 4:
         changes += [{"dtype": "bf16"}, *({"dtype": "bf16", **change} for change in tuple(changes))]
     for change in changes:
-        yield _simulated(folder, facts, dtype, config, change, granule_bytes)
+        yield _simulated(dry, facts, dtype, config, change, granule_bytes)
     if config.device_memory is not None and changes:
         together = {name: value for change in changes for name, value in change.items()}
-        smallest = _simulated(folder, facts, dtype, config, together, granule_bytes)
+        smallest = _simulated(dry, facts, dtype, config, together, granule_bytes)
         yield _on_the_smallest_card(config, smallest)
 
 
 def _simulated(
-    folder: Path, facts: ModelFacts, dtype: str, config: BudgetConfig, change: Mapping[str, object], granule_bytes: int
+    dry: DryRuns, facts: ModelFacts, dtype: str, config: BudgetConfig, change: Mapping[str, object], granule_bytes: int
 ) -> Candidate:
     wanted = config.replace(**change)
     wanted_dtype = "bfloat16" if "dtype" in change else dtype
-    dry = dry_profile(folder, wanted_dtype, wanted, ranks=facts.ranks)
-    lines, workspace = declared_reserves(facts, wanted_dtype, wanted, dry, granule_bytes)
-    lines += _graph_reserves(folder, facts, wanted_dtype, wanted, granule_bytes)
+    profile = dry.profile(wanted_dtype, wanted)
+    lines, workspace = declared_reserves(facts, wanted_dtype, wanted, profile, granule_bytes)
+    lines += _graph_reserves(dry, wanted_dtype, wanted, granule_bytes)
     return Candidate(
         set=change,
-        profile=dry,
+        profile=profile,
         cost=kv_cost(facts, wanted_dtype, wanted),
         context_workspace=workspace,
         reserves=tuple(lines),

@@ -91,11 +91,8 @@ def _by_size(graphs: DecodeGraphs, sizes: tuple[int, ...]) -> dict[int, int]:
     return {size: lines.bytes_for(size) for size in sizes}
 
 
-def graph_reserves(
-    folder: Path, facts: ModelFacts, dtype: str, config: BudgetConfig, granule_bytes: int
-) -> list[ReserveLine]:
+def graph_reserves(declared: GraphDeclaration | None, granule_bytes: int) -> list[ReserveLine]:
     """The ledger's line for graphs: nothing of it is seen by a profile, and all of it stays for good."""
-    declared = declare_graphs(folder, facts, dtype, config)
     if declared is None:
         return []
     sizes = ", ".join(str(size) for size in sorted(declared.arena_bytes))

@@ -12,7 +12,7 @@ from typing import Any
 
 from onebudget import LLM, SamplingParams
 from onebudget.engine import probe
-from onebudget.engine.derivation import dry_profile
+from onebudget.engine.dry_runs import dry_profile
 from onebudget.engine.ranks import close_ranks
 
 RANK = int(os.environ["RANK"])

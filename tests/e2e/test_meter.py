@@ -10,7 +10,7 @@ import pytest
 from onebudget import LLM, SamplingParams
 from onebudget.core import Request
 from onebudget.devtools.allocator_events import allocator_events
-from onebudget.engine.derivation import dry_profile
+from onebudget.engine.dry_runs import dry_profile
 
 pytestmark = pytest.mark.demo
 TORCH_DTYPE = {"fp32": "float32", "bf16": "bfloat16"}

@@ -16,7 +16,7 @@ import transformers
 
 from onebudget import LLM, ConfigError, SamplingParams
 from onebudget.devtools.tiny_models import tiny_model
-from onebudget.engine.derivation import dry_profile
+from onebudget.engine.dry_runs import dry_profile
 
 LAYERS, RANK, ROPE = 4, 32, 8
 NEW_TOKENS = 16

@@ -20,7 +20,7 @@ from onebudget.budget.profile import ProfileResult
 from onebudget.core import RequestOutput
 from onebudget.device import open_device
 from onebudget.devtools.tiny_models import TINY_KINDS, TinyKind
-from onebudget.engine.derivation import dry_profile
+from onebudget.engine.dry_runs import dry_profile
 from onebudget.engine.probe import measure
 from onebudget.errors import AllocationError, BudgetError
 

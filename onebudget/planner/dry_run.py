@@ -1,0 +1,139 @@
+"""The engine's own steps on a model's shapes: a few layers are run, and the rest is added by arithmetic.
+
+Layers of one kind take the same memory one after the other, so a peak shows with the first few of each. What grows
+with their number, weights and cached tokens, is counted exactly. The result is that of a run of all layers.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onebudget.device.meter import ALLOCATOR_ROUNDING_BYTES
+from onebudget.engine.assembly import kv_cost
+from onebudget.engine.dry_runs import dry_profile
+from onebudget.engine.graph_budget import declare_graphs
+from onebudget.engine.kv_cache import layer_groups
+from onebudget.errors import ModelError, OneBudgetError
+from onebudget.models.facts import ModelFacts, facts_from_config
+from onebudget.models.load import meta_model, weight_bytes
+from onebudget.planner.rank_config import first_layers, text_part
+from onebudget.units import align_up
+
+if TYPE_CHECKING:
+    from onebudget.budget.profile import ProfileResult
+    from onebudget.config import BudgetConfig
+    from onebudget.engine.graph_budget import GraphDeclaration
+
+STEADY_LAYERS = 2
+"""Layers to run beyond the first of each kind: the first one's input is the embedding itself, later ones add to it."""
+
+
+class FewLayers:
+    """Dry runs of the model that ``config`` describes. ``ModelError`` when transformers can't build it.
+
+    ``granule_bytes`` is the unit of physical memory on the device that is planned for.
+    """
+
+    def __init__(self, config: Mapping[str, Any], name: str, dtype: str, granule_bytes: int) -> None:
+        self._granule_bytes = granule_bytes
+        self._kept = tempfile.TemporaryDirectory(prefix="onebudget-plan-")
+        self._whole_folder = _write(Path(self._kept.name) / "whole", config)
+        self.facts = facts_from_config(config, name=name)
+        self._weights = {dtype: weight_bytes(self._module)}
+        few = json.loads(json.dumps(config))
+        wanted = min(_telling_layers(self._module, len(self.facts.layers)), len(self.facts.layers))
+        self._all_run = wanted == len(self.facts.layers)
+        if not self._all_run:
+            first_layers(text_part(few), wanted)
+        self._few_folder = _write(Path(self._kept.name) / "few", few)
+        self._few_facts = facts_from_config(few, name=name)
+        self._dtype = dtype
+
+    def close(self) -> None:
+        self._kept.cleanup()
+
+    def weights_bytes(self, dtype: str) -> int:
+        if dtype not in self._weights:
+            self._weights[dtype] = weight_bytes(_meta(self._whole_folder, dtype))
+        return self._weights[dtype]
+
+    def profile(self, dtype: str, config: BudgetConfig) -> ProfileResult:
+        few = dry_profile(self._few_folder, dtype, config)
+        if self._all_run:
+            return few
+        weights = self.weights_bytes(dtype) - few.model_bytes
+        pools_before, pools_after = self._pools(few, self._few_facts, dtype, config), self._pools(few, self.facts, dtype, config)
+        more = weights + sum(pools_after) - sum(pools_before)
+        padding = self._padding([self.weights_bytes(dtype), *pools_after]) - self._padding([few.model_bytes, *pools_before])
+        return replace(
+            few,
+            model_bytes=few.model_bytes + weights,
+            torch_peak_bytes=few.torch_peak_bytes + more,
+            torch_used_bytes=few.torch_used_bytes + more,
+            device_used_bytes=few.device_used_bytes + more + padding,
+            allocated_bytes=sum(pools_after),
+        )
+
+    def _pools(self, few: ProfileResult, facts: ModelFacts, dtype: str, config: BudgetConfig) -> list[int]:
+        """Bytes of the temporary pool of each group: all have the same number of blocks."""
+        whole = sum(group.bytes_per_token for group in layer_groups(self._few_facts, dtype, config))
+        tokens = few.allocated_bytes // whole if whole else 0
+        return [tokens * group.bytes_per_token for group in layer_groups(facts, dtype, config)]
+
+    def _padding(self, buffers: list[int]) -> int:
+        """What whole pages of the device take beyond what the allocator counts."""
+        return sum(align_up(size, self._granule_bytes) - align_up(size, ALLOCATOR_ROUNDING_BYTES) for size in buffers)
+
+    def graphs(self, dtype: str, config: BudgetConfig) -> GraphDeclaration | None:
+        declared = declare_graphs(self._few_folder, self._few_facts, dtype, config)
+        if declared is None or self._all_run:
+            return declared
+        few, whole = (kv_cost(facts, dtype, config).slope for facts in (self._few_facts, self.facts))
+        return replace(declared, padding_bytes=declared.padding_bytes * whole // few if few else 0)
+
+    @cached_property
+    def _module(self) -> Any:
+        return _meta(self._whole_folder, "bfloat16")
+
+
+def _write(folder: Path, config: Mapping[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def _meta(folder: Path, dtype: str) -> Any:
+    """The model's modules without memory. Whatever a library raises about a config is that config's problem."""
+    try:
+        return meta_model(folder, dtype)
+    except OneBudgetError:
+        raise
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(f"transformers can't build a model from this config: {reason}") from error
+
+
+def _telling_layers(module: Any, count: int) -> int:
+    """Layers from the first on that show every kind of layer, and a few more of the last kind."""
+    kinds = [_kind(layer) for layer in _layers(module, count)]
+    seen = max((kinds.index(kind) for kind in set(kinds)), default=count - 1)
+    return seen + 1 + STEADY_LAYERS
+
+
+def _layers(module: Any, count: int) -> list[Any]:
+    from torch.nn import ModuleList
+
+    found = [child for child in module.modules() if isinstance(child, ModuleList) and len(child) == count]
+    return list(found[0]) if found else []
+
+
+def _kind(layer: Any) -> tuple[object, ...]:
+    """Layers are alike when their parameters are, and they look back equally far."""
+    windows = tuple(str(getattr(child, "sliding_window", None)) for child in layer.modules())
+    return (*((name, tuple(tensor.shape)) for name, tensor in layer.named_parameters()), windows)

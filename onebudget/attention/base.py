@@ -39,6 +39,9 @@ class AttentionBackend(ABC):
     """Whether a captured decode reads lengths when it is replayed, so that one graph serves all of them where the host
     can read what its device holds. Otherwise a graph is laid out for one length."""
 
+    supports_workspace_reclamation: ClassVar[bool] = False
+    """Whether the scratch carries nothing from one forward to the next, so that it may be replaced in between."""
+
     def __init__(self, groups: Sequence[PageGroup], scratch: ScratchBuffer, model: ModelFacts, dtype: str) -> None:
         """``groups``: the cache, see ``page_groups``. ``dtype``: torch's name of the computing dtype."""
         self._pages = LayerPages(groups)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 class GatherBackend(AttentionBackend):
     name: ClassVar[str] = "gather"
     reads_lengths: ClassVar[bool] = True
+    supports_workspace_reclamation: ClassVar[bool] = True
 
     def __init__(self, groups: Sequence[PageGroup], scratch: ScratchBuffer, model: ModelFacts, dtype: str) -> None:
         super().__init__(groups, scratch, model, dtype)

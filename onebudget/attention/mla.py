@@ -33,6 +33,7 @@ _PARTS_OF_A_PIECE = 2
 class LatentBackend(AttentionBackend):
     name: ClassVar[str] = "mla"
     profiles_full_cache: ClassVar[bool] = False  # pieces are attended in halves, masks lie in scratch
+    supports_workspace_reclamation: ClassVar[bool] = True
     kv_dtypes: ClassVar[frozenset[str]] = frozenset({"auto", "fp8_e4m3"})
 
     def __init__(self, groups: Sequence[PageGroup], scratch: ScratchBuffer, model: ModelFacts, dtype: str) -> None:

@@ -19,7 +19,7 @@ from onebudget.engine.graphs import GraphCounts
 from onebudget.engine.inputs import StaticInputs
 from onebudget.engine.logprobs import layers_once, log_probabilities, prompt_pieces
 from onebudget.engine.sampled import SampledTokens
-from onebudget.workspace import ScratchBuffer
+from onebudget.workspace import AttentionMeta, ScratchBuffer
 
 if TYPE_CHECKING:
     from onebudget.buffers import Buffer, BufferManager
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from onebudget.engine.stages import Stages
     from onebudget.models.load import LoadedModel
     from onebudget.resources.kv.manager import KVCacheManager
+    from onebudget.workspace import EagerWorkspaceReclaimer
 
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ class ModelRunner:
             self.inputs = StaticInputs(manager, config, groups)
         self.scratch = ScratchBuffer(manager, scope=lambda: stages.open("workspace"))
         self._backend = backend_for(model.facts)(groups, self.scratch, model.facts, model.dtype)
+        self.meta = AttentionMeta(self.scratch)
+        self.reclaimer: EagerWorkspaceReclaimer | None = None
         self.graphs: DecodeGraphs | None = None
         self.graph_counts = GraphCounts()
 
@@ -88,9 +91,10 @@ class ModelRunner:
             tokens, rows, plan = self.inputs.fill(batch)
             token = current_backend.set(self._backend)
             try:
-                with self._meter():
+                with self._reclaiming(), self._meter():
                     self._backend.kv_written = False
                     self._backend.begin(plan)
+                    self.meta.attend(supports_reclamation=self._backend.supports_workspace_reclamation)
                     return self._logits(batch, tokens, rows)
             finally:
                 current_backend.reset(token)
@@ -106,6 +110,9 @@ class ModelRunner:
     def set_sampled(self, tokens: list[int]) -> None:
         """Let the next step start from these tokens, where ranks agreed on others than this one sampled."""
         self.inputs.sampled[: len(tokens)].copy_(torch.tensor(tokens, dtype=torch.int64))
+
+    def _reclaiming(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.reclaimer is None else self.reclaimer.forward(self.meta)
 
     def _no_gradients(self) -> AbstractContextManager[Any]:
         # The meter needs no_grad: inference_mode, a few per cent faster, hides temporaries of composite operations.
@@ -141,6 +148,7 @@ class ModelRunner:
         counts = self.graph_counts
         counters.graph_hits, counters.graph_padded, counters.graph_eager = counts.hits, counts.padded, counts.eager
         counters.scratch_grow = self.scratch.grow_count
+        counters.scratch_shrink = self.reclaimer.shrink_count if self.reclaimer else 0
 
     @property
     def kv_written(self) -> bool:

@@ -193,13 +193,16 @@ def _probe_executor(station: Station, config: BudgetConfig, batches: Sequence[Se
         station.device.empty_cache()
 
 
-def run_dummies(executor: Executor, lengths: Sequence[int], params: SamplingParams = _COSTLY_SAMPLING) -> None:
+def run_dummies(
+    executor: Executor, lengths: Sequence[int], params: SamplingParams = _COSTLY_SAMPLING, *, new_tokens: int = 1
+) -> None:
     """Serve one batch of dummy requests to the end.
 
     ``AllocationError`` when a step ran out of memory, ``RuntimeError`` with the message of any other failure.
     """
     for number, length in enumerate(lengths):
-        executor.submit(Request(-1 - number, [DUMMY_TOKEN_ID] * length, params, max_new_tokens=1, is_dummy=True))
+        dummy = Request(-1 - number, [DUMMY_TOKEN_ID] * length, params, max_new_tokens=new_tokens, is_dummy=True)
+        executor.submit(dummy)
     with executor.plain_steps():
         while executor.has_work:
             _step(executor)

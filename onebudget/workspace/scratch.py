@@ -124,6 +124,10 @@ class ScratchBuffer:
     def start_anew(self) -> None:
         """As after construction: no storage, and no marks of what was wanted before."""
         self.release()
+        self.forget_marks()
+
+    def forget_marks(self) -> None:
+        """Count growth and the largest demand from here on."""
         self.peak_bytes = self.grow_count = 0
 
     def release(self) -> None:

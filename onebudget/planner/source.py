@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,11 +14,13 @@ from urllib.parse import urlsplit
 
 from onebudget.errors import ModelError
 from onebudget.models.facts import read_config
-from onebudget.models.files import TensorEntry, read_safetensors_header, read_safetensors_table
+from onebudget.models.files import TensorEntry, check_weight_files, read_safetensors_header, read_safetensors_table
 from onebudget.planner.catalogue.models import find_model, model_names
 
 HUB_SECONDS = 3
 """How long the hub may take to answer before the catalogue is asked."""
+
+_PART = re.compile(r"(.*)-(\d{1,5})-of-(\d{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +86,32 @@ def _from_path(path: Path, name: str) -> ModelSource:
     if path.suffix == ".gguf":
         from onebudget.planner.gguf_header import read_gguf
 
-        config, tensors = read_gguf(path)
-        return ModelSource(path.stem, config, str(path), tensors)
+        parts = [read_gguf(each) for each in _parts(path)]
+        return ModelSource(_whole_name(path), parts[0][0], str(path), tuple(each for part in parts for each in part[1]))
     if path.suffix == ".safetensors":
-        return ModelSource(path.parent.name, read_config(path.parent), str(path), tuple(read_safetensors_header(path)))
+        tensors = tuple(each for part in _parts(path) for each in read_safetensors_header(part))
+        return ModelSource(path.parent.name, read_config(path.parent), str(path), tensors)
     return ModelSource(_config_name(path), _config_file(path), str(path))
+
+
+def _parts(path: Path) -> list[Path]:
+    """The files of the model that ``path`` is a part of: one of five files is a fifth of the weights."""
+    match = _PART.fullmatch(path.stem)
+    if match is None:
+        return [path]
+    digits, count = len(match[2]), int(match[3])
+    parts = [
+        path.with_name(f"{match[1]}-{number:0{digits}}-of-{match[3]}{path.suffix}") for number in range(1, count + 1)
+    ]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing or path not in parts:
+        raise ModelError(f"{path} is one of {count} files, and {missing[0] if missing else path.name} is not there.")
+    return parts
+
+
+def _whole_name(path: Path) -> str:
+    match = _PART.fullmatch(path.stem)
+    return match[1] if match else path.stem
 
 
 def _config_name(path: Path) -> str:
@@ -107,9 +131,18 @@ def _config_file(path: Path) -> dict[str, Any]:
 
 
 def _folder_tensors(folder: Path) -> tuple[TensorEntry, ...] | None:
-    """None for a folder without weights: planning needs none."""
+    """None for a folder without weights: planning needs none.
+
+    Some folders hold the same weights twice, in shards and in one file for another library; those that the index
+    lists, or ``model.safetensors``, are the model.
+    """
     files = sorted(folder.glob("*.safetensors"))
-    return tuple(tensor for file in files for tensor in read_safetensors_header(file)) if files else None
+    if not files:
+        return None
+    whole = folder / "model.safetensors"
+    if whole in files and not (folder / f"{whole.name}.index.json").is_file():
+        return tuple(read_safetensors_header(whole))
+    return tuple(check_weight_files(folder))
 
 
 def _from_hub(name: str, revision: str | None, *, offline: bool) -> tuple[ModelSource | None, str]:

@@ -56,6 +56,37 @@ def test_several_files_are_one_model(folder: Path) -> None:
     assert resolve_model(str(folder)).stored_bytes == 2 * 7
 
 
+def test_one_file_of_several_stands_for_all_of_them(folder: Path) -> None:
+    write_safetensors(folder / "model-00001-of-00002.safetensors", {"a.weight": [3]})
+    with pytest.raises(ModelError, match=r"one of 2 files, and model-00002-of-00002\.safetensors is not there"):
+        resolve_model(str(folder / "model-00001-of-00002.safetensors"))
+    write_safetensors(folder / "model-00002-of-00002.safetensors", {"b.weight": [4]})
+    assert resolve_model(str(folder / "model-00002-of-00002.safetensors")).stored_bytes == 2 * 7
+
+
+def test_absurd_part_numbers(folder: Path) -> None:
+    write_safetensors(folder / "model-00003-of-00002.safetensors", {"a.weight": [3]})
+    with pytest.raises(ModelError, match="one of 2 files"):
+        resolve_model(str(folder / "model-00003-of-00002.safetensors"))
+
+
+@pytest.mark.parametrize("index", [False, True])
+def test_weights_that_lie_there_twice_count_once(folder: Path, index: bool) -> None:
+    name = "model-00001-of-00001.safetensors" if index else "model.safetensors"
+    write_safetensors(folder / name, {"a.weight": [3]})
+    write_safetensors(folder / "consolidated.safetensors", {"tok.weight": [3]})
+    if index:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a.weight": name}}))
+    assert resolve_model(str(folder)).stored_bytes == 2 * 3
+
+
+def test_an_index_whose_files_are_missing(folder: Path) -> None:
+    write_safetensors(folder / "model-00001-of-00002.safetensors", {"a.weight": [3]})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"b": "gone.safetensors"}}))
+    with pytest.raises(ModelError, match=r"lacks 1 of 1 weight files, the first is gone\.safetensors"):
+        resolve_model(str(folder))
+
+
 def test_a_config_alone(folder: Path) -> None:
     source = resolve_model(str(folder / "config.json"))
     assert source.name == "tiny" and source.config == CONFIG

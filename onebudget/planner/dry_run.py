@@ -68,9 +68,14 @@ class FewLayers:
         if self._all_run:
             return few
         weights = self.weights_bytes(dtype) - few.model_bytes
-        pools_before, pools_after = self._pools(few, self._few_facts, dtype, config), self._pools(few, self.facts, dtype, config)
+        pools_before, pools_after = (
+            self._pools(few, self._few_facts, dtype, config),
+            self._pools(few, self.facts, dtype, config),
+        )
         more = weights + sum(pools_after) - sum(pools_before)
-        padding = self._padding([self.weights_bytes(dtype), *pools_after]) - self._padding([few.model_bytes, *pools_before])
+        padding = self._padding([self.weights_bytes(dtype), *pools_after]) - self._padding(
+            [few.model_bytes, *pools_before]
+        )
         return replace(
             few,
             model_bytes=few.model_bytes + weights,

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 _NESTED = ("text_config", "llm_config", "language_config")
 _DROPPED = ("quantization_config", "auto_map", "compression_config")
-_EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
-_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +42,9 @@ def check_heads(heads: int, kv_heads: int, tp: int, name: str = "") -> None:
     """``ConfigError`` where ``tp`` ranks can't share the heads evenly."""
     if heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0):
         return
-    usable = [size for size in range(1, heads + 1) if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)]
+    usable = [
+        size for size in range(1, heads + 1) if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+    ]
     raise ConfigError(
         f"tp = {tp} does not divide the {heads} attention and {kv_heads} KV heads of {name or 'the model'}: "
         f"{', '.join(map(str, usable[:8]))} would do.",

@@ -5,43 +5,31 @@ from __future__ import annotations
 import logging
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from onebudget.errors import AllocationError, ConfigError, StateError, UnknownKeyError
+from onebudget.graphs.agreement import NO_GRAPH, Candidate
 from onebudget.graphs.keys import GraphKey, GraphState, Tier, capture_order
 from onebudget.units import format_bytes
 
 if TYPE_CHECKING:
     from onebudget.core import Request, ScheduledBatch
+    from onebudget.graphs.agreement import GraphAgreement
     from onebudget.graphs.base import CapturedGraph, Forward, GraphBackend, Outputs
     from onebudget.graphs.padding import PaddingDummies
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """What one rank could run: whether a graph is possible at all, the batch's padded size, and its tier."""
-
-    eligible: bool
-    batch_size: int = 0
-    tier: Tier = Tier.FULL
-
-
-Agree = Callable[[Candidate], Candidate]
-"""Given what this rank could run, what all ranks run; not eligible means eager for all. Every rank calls it in every
-step."""
-
-
 class CUDAGraphRunner:
     """Captures decode forwards for the chosen batch sizes and replays them; all its graphs share one pool.
 
     ``buckets``: captured batch sizes. ``length_buckets``: attended lengths that graphs are laid out for; ``(0,)`` where
-    attention reads lengths itself. ``dummies`` pad batches; None: no padding. Any doubt means eager, never another
-    graph.
+    attention reads lengths itself. ``dummies`` pad batches; None: no padding. ``agreement``: for ranks with requests of
+    their own, which all run the same graph or none. Any doubt means eager, never another graph.
     """
 
     def __init__(
@@ -56,7 +44,7 @@ class CUDAGraphRunner:
         draft_lens: Sequence[int] = (0,),
         tiers: Sequence[Tier] = (Tier.FULL,),
         length_buckets: Sequence[int] = (0,),
-        agree: Agree | None = None,
+        agreement: GraphAgreement | None = None,
     ) -> None:
         if any(bucket < 1 for bucket in buckets):
             raise ConfigError.for_field("cuda_graph_batch_sizes", list(buckets), "sizes of at least 1")
@@ -76,7 +64,7 @@ class CUDAGraphRunner:
         self._draft_lens = tuple(draft_lens)
         self._tiers = tuple(tiers)
         self._length_buckets = tuple(sorted(length_buckets))
-        self._agree = agree
+        self._agreement = agreement
         self._states: dict[GraphKey, GraphState] = {}
         self._cleared = False
 
@@ -118,28 +106,42 @@ class CUDAGraphRunner:
         if not self.enabled or self.dummies is None or at == len(self.buckets):
             return live
         padded = self.buckets[at]
-        if padded == live:
+        return self._padded_to(padded, live, draft_len)
+
+    def _padded_to(self, size: int, live: int, draft_len: int = 0) -> int:
+        """``size`` where ``live`` requests can be padded to it, else ``live``."""
+        if size == live or size not in self.buckets or size > self._max_batch_size:
             return live
-        if padded > self._max_batch_size or self.dummies.get(draft_len) is None:
-            return live
-        return padded
+        return live if self.dummies is None or self.dummies.get(draft_len) is None else size
 
     def choose(self, batch: ScheduledBatch, longest: int = 0) -> GraphKey | None:
         """The graph to run ``batch`` through, padded to its size; None: eager. ``longest``: most tokens that one of its
         requests attends to."""
-        mine = Candidate(False)
+        mine = NO_GRAPH
         if self.eligible(batch):
             # A promoted context was scheduled as something else, so only the variant that is always right fits.
             fast = Tier.FAST in self._tiers and not batch.context_last and all(map(_takes_likeliest, batch.generation))
-            mine = Candidate(True, self.padded_size(batch.size), Tier.FAST if fast else Tier.FULL)
-        agreed = mine if self._agree is None else self._agree(mine)
-        if not agreed.eligible:
-            return None
-        key = self._key(agreed, longest)
-        if key is not None and self.state(key) is GraphState.CAPTURED:
-            return key
-        self.misses += 1
-        return None
+            mine = Candidate(True, self.padded_size(batch.size), Tier.FAST if fast else Tier.FULL, longest)
+        agreed = mine if self._agreement is None else self._agreed(mine, batch.size, self._agreement)
+        key = self._captured_key(agreed)
+        self.misses += agreed.eligible and key is None
+        return key
+
+    def _agreed(self, mine: Candidate, live: int, agreement: GraphAgreement) -> Candidate:
+        """Pad to what all pad to, then run what all can run. A rank without the graph, or without the one that samples
+        outside, which the others may need, is not ready."""
+        common = agreement.common_size(mine)
+        if common.eligible:
+            mine = replace(mine, batch_size=self._padded_to(common.batch_size, live), longest=common.longest)
+            if self._captured_key(mine) is None:
+                mine = replace(mine, tier=Tier.FULL)
+            if self._captured_key(replace(mine, tier=Tier.FULL)) is None:
+                mine = NO_GRAPH
+        return agreement.decide(mine)
+
+    def _captured_key(self, candidate: Candidate) -> GraphKey | None:
+        key = self._key(candidate, candidate.longest) if candidate.eligible else None
+        return key if key is not None and self.state(key) is GraphState.CAPTURED else None
 
     def _key(self, agreed: Candidate, longest: int) -> GraphKey | None:
         at = 0 if self._length_buckets == (0,) else bisect_left(self._length_buckets, longest)

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from onebudget.core import Request, RequestState, SamplingParams, ScheduledBatch
 from onebudget.errors import AllocationError, ConfigError, StateError, UnknownKeyError
+from onebudget.graphs.agreement import NO_GRAPH, Candidate, GraphAgreement
 from onebudget.graphs.base import CapturedGraph, Forward, GraphBackend
 from onebudget.graphs.keys import GraphKey, GraphState, Tier
 from onebudget.graphs.padding import PaddingDummies, dummy_id
-from onebudget.graphs.runner import Candidate, CUDAGraphRunner
+from onebudget.graphs.runner import CUDAGraphRunner
 from onebudget.resources.base import BaseResourceManager
 
 
@@ -290,19 +291,21 @@ def test_length_buckets(longest: int, bucket: int | None) -> None:
 
 
 def test_agreement_has_the_last_word() -> None:
+    """Another rank with these rows: its padded size, then what it is ready for."""
     said: list[Candidate] = []
-    answers = iter([Candidate(False), Candidate(True, 4), Candidate(True, 3)])
+    other = iter([Candidate(True, 4), NO_GRAPH, Candidate(True, 8), Candidate(True, 8), Candidate(True, 4), NO_GRAPH])
 
-    def agree(mine: Candidate) -> Candidate:
-        said.append(mine)
-        return next(answers)
+    def gather(row: Sequence[int]) -> list[Sequence[int]]:
+        said.append(Candidate.from_row(row))
+        return [row, next(other).row]
 
-    runner = runner_of(agree=agree)
+    runner = runner_of(agreement=GraphAgreement(gather))
     warm_up(runner)
     assert runner.choose(decode(3)) is None
-    assert runner.choose(decode(4)) == GraphKey(4)
+    assert runner.choose(decode(4)) == GraphKey(8)
     assert runner.choose(batch_of(prompt(0, 9))) is None
-    assert said == [Candidate(True, 4), Candidate(True, 4), Candidate(False)]
+    four, eight = Candidate(True, 4), Candidate(True, 8)
+    assert said == [four, four, four, eight, NO_GRAPH, NO_GRAPH]
 
 
 def test_nonsense_buckets() -> None:

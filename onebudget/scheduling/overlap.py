@@ -45,6 +45,7 @@ class OverlapLoop:
         ended, lost = self._read_previous()
         moments.settle(batch.paused)
         launched, failure = self._sample(batch, output, failure or lost)
+        del output  # an error keeps this frame, and with it whatever its names hold
         if launched is not None:
             moments.launched(batch)
         ended += self._process_previous()

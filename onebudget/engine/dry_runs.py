@@ -40,9 +40,11 @@ class WholeModel:
         return declare_graphs(self._folder, self._facts, dtype, config)
 
 
-def dry_profile(folder: Path, dtype: str, config: BudgetConfig, *, ranks: int = 1) -> ProfileResult:
+def dry_profile(
+    folder: Path, dtype: str, config: BudgetConfig, *, ranks: int = 1, granularity_bytes: int | None = None
+) -> ProfileResult:
     """The profile of the same steps on meta tensors: no memory, no weights, the same bytes."""
-    station = fake_station(folder, dtype, ranks=ranks)
+    station = fake_station(folder, dtype, ranks=ranks, granularity_bytes=granularity_bytes)
     try:
         return measure(station, config, SilentProgress())[0]
     finally:

@@ -33,7 +33,9 @@ class Station:
         self.device.close()
 
 
-def fake_station(folder: Path, dtype: str, *, ranks: int = 1, capacity_bytes: int = 2**60) -> Station:
+def fake_station(
+    folder: Path, dtype: str, *, ranks: int = 1, capacity_bytes: int = 2**60, granularity_bytes: int | None = None
+) -> Station:
     """The model's shapes on an accounting-only device: what runs there costs no memory and reads no weights.
 
     With several ``ranks`` they are those of this rank's part; it exchanges nothing with the others.
@@ -44,7 +46,7 @@ def fake_station(folder: Path, dtype: str, *, ranks: int = 1, capacity_bytes: in
     from onebudget.models.load import meta_model, place_weights, read_facts
     from onebudget.models.tensor_parallel import facts_of_rank
 
-    device = open_device("fake", capacity_bytes=capacity_bytes)
+    device = open_device("fake", capacity_bytes=capacity_bytes, granularity_bytes=granularity_bytes)
     manager = BufferManager(device.create_stream())
     facts = facts_of_rank(folder, read_facts(folder), ranks)
     model = place_weights(meta_model(folder, dtype), facts, dtype, manager)

@@ -10,7 +10,6 @@ import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,26 +44,31 @@ class FewLayers:
         self._kept = tempfile.TemporaryDirectory(prefix="onebudget-plan-")
         self._whole_folder = _write(Path(self._kept.name) / "whole", config)
         self.facts = facts_from_config(config, name=name)
-        self._weights = {dtype: weight_bytes(self._module)}
+        module = _meta(self._whole_folder, dtype)
+        self._weights = {dtype: _held_bytes(module)}
         few = json.loads(json.dumps(config))
-        wanted = min(_telling_layers(self._module, len(self.facts.layers)), len(self.facts.layers))
+        wanted = min(_telling_layers(module, len(self.facts.layers)), len(self.facts.layers))
         self._all_run = wanted == len(self.facts.layers)
         if not self._all_run:
             first_layers(text_part(few), wanted)
         self._few_folder = _write(Path(self._kept.name) / "few", few)
         self._few_facts = facts_from_config(few, name=name)
-        self._dtype = dtype
+
+    @property
+    def folder(self) -> Path:
+        """Holds the config of the whole model, and nothing else."""
+        return self._whole_folder
 
     def close(self) -> None:
         self._kept.cleanup()
 
     def weights_bytes(self, dtype: str) -> int:
         if dtype not in self._weights:
-            self._weights[dtype] = weight_bytes(_meta(self._whole_folder, dtype))
+            self._weights[dtype] = _held_bytes(_meta(self._whole_folder, dtype))
         return self._weights[dtype]
 
     def profile(self, dtype: str, config: BudgetConfig) -> ProfileResult:
-        few = dry_profile(self._few_folder, dtype, config)
+        few = dry_profile(self._few_folder, dtype, config, granularity_bytes=self._granule_bytes)
         if self._all_run:
             return few
         weights = self.weights_bytes(dtype) - few.model_bytes
@@ -102,10 +106,6 @@ class FewLayers:
         few, whole = (kv_cost(facts, dtype, config).slope for facts in (self._few_facts, self.facts))
         return replace(declared, padding_bytes=declared.padding_bytes * whole // few if few else 0)
 
-    @cached_property
-    def _module(self) -> Any:
-        return _meta(self._whole_folder, "bfloat16")
-
 
 def _write(folder: Path, config: Mapping[str, Any]) -> Path:
     folder.mkdir()
@@ -122,6 +122,10 @@ def _meta(folder: Path, dtype: str) -> Any:
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"transformers can't build a model from this config: {reason}") from error
+
+
+def _held_bytes(module: Any) -> int:
+    return align_up(weight_bytes(module), ALLOCATOR_ROUNDING_BYTES)
 
 
 def _telling_layers(module: Any, count: int) -> int:

@@ -72,32 +72,32 @@ class FewLayers:
         if self._all_run:
             return few
         weights = self.weights_bytes(dtype) - few.model_bytes
-        pools_before, pools_after = (
-            self._pools(few, self._few_facts, dtype, config),
-            self._pools(few, self.facts, dtype, config),
-        )
-        more = weights + sum(pools_after) - sum(pools_before)
-        padding = self._padding([self.weights_bytes(dtype), *pools_after]) - self._padding(
-            [few.model_bytes, *pools_before]
-        )
+        pools = self._pools_bytes(few, dtype, config)
+        more = weights + pools - few.allocated_bytes
+        used = few.torch_used_bytes + more
         return replace(
             few,
             model_bytes=few.model_bytes + weights,
             torch_peak_bytes=few.torch_peak_bytes + more,
-            torch_used_bytes=few.torch_used_bytes + more,
-            device_used_bytes=few.device_used_bytes + more + padding,
-            allocated_bytes=sum(pools_after),
+            torch_used_bytes=used,
+            device_used_bytes=self._physical_bytes(few, used),
+            allocated_bytes=pools,
         )
 
-    def _pools(self, few: ProfileResult, facts: ModelFacts, dtype: str, config: BudgetConfig) -> list[int]:
-        """Bytes of the temporary pool of each group: all have the same number of blocks."""
-        whole = sum(group.bytes_per_token for group in layer_groups(self._few_facts, dtype, config))
-        tokens = few.allocated_bytes // whole if whole else 0
-        return [tokens * group.bytes_per_token for group in layer_groups(facts, dtype, config)]
+    def _pools_bytes(self, few: ProfileResult, dtype: str, config: BudgetConfig) -> int:
+        """The temporary pools of the whole model: those of each group have as many tokens as with few layers."""
+        one, whole = (
+            sum(group.bytes_per_token for group in layer_groups(facts, dtype, config))
+            for facts in (self._few_facts, self.facts)
+        )
+        return few.allocated_bytes // one * whole if one else 0
 
-    def _padding(self, buffers: list[int]) -> int:
-        """What whole pages of the device take beyond what the allocator counts."""
-        return sum(align_up(size, self._granule_bytes) - align_up(size, ALLOCATOR_ROUNDING_BYTES) for size in buffers)
+    def _physical_bytes(self, few: ProfileResult, used_bytes: int) -> int:
+        """``used_bytes`` in whole pages; tensors outside the pool and pages with holes are as many as with few
+        layers."""
+        outside = few.device_used_bytes % self._granule_bytes
+        holes = few.device_used_bytes - outside - align_up(few.torch_used_bytes - outside, self._granule_bytes)
+        return align_up(used_bytes - outside, self._granule_bytes) + holes + outside
 
     def graphs(self, dtype: str, config: BudgetConfig) -> GraphDeclaration | None:
         declared = declare_graphs(self._few_folder, self._few_facts, dtype, config)

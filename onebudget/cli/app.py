@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from onebudget.cli import explain, gpus, models, probe, run, simulate
+from onebudget.cli import buckets, explain, gpus, models, probe, run, simulate
 from onebudget.cli.boundary import INTERRUPTED, UNUSABLE_INPUT, say
 from onebudget.cli.suggest import usage_sentence
 
@@ -66,5 +66,6 @@ app.command("run", help=run.HELP)(run.run)
 app.command("explain", help=explain.HELP)(explain.explain)
 app.command("probe", help=probe.HELP)(probe.probe)
 app.command("simulate", help=simulate.HELP)(simulate.simulate)
+app.command("buckets", help=buckets.HELP)(buckets.buckets)
 app.command("gpus", help=gpus.HELP)(gpus.gpus)
 app.command("models", help=models.HELP)(models.models)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,41 +62,71 @@ def simulate(
     output: Output,
 ) -> int:
     """Serve a trace and say what came of it."""
-    from onebudget.budget.ledger import Ledger
-    from onebudget.planner.simulate import StepLoad, read_step_table, roofline, simulate
-    from onebudget.progress import open_progress
-    from onebudget.report.document import read_document
-
     check_report_path(report)
-    requests = _trace(trace, limit=limit, seed=seed).at_rate(rate)
-    config = _config(knobs, requests)
-    given = StepLoad(
-        gpu=gpu or "custom",
-        weight_bytes=_size("--weights", weights),
-        parameters=parameters,
-        kv_bytes_per_token=kv_bytes_per_token,
-        bandwidth_bytes_per_s=_size("--bandwidth", bandwidth),
-        peak_flops=None if tflops is None else tflops * 1e12,
+    given = GivenLoad(
+        plan, model, gpu, kv_blocks, step_times, weights, parameters, kv_bytes_per_token, bandwidth, tflops
     )
-    ledger = None if plan is None else Ledger.from_dict(read_document(plan))
-    load, notes = _load(model, ledger, given, offline=offline)
-    pools = _pools(kv_blocks, ledger, load, config)
-    clock, assumed = (read_step_table(step_times), ()) if step_times is not None else roofline(load)
-    cap = ledger.admission.attended_tokens_cap if ledger is not None else None
-    result = simulate(
-        requests,
-        kv_blocks=pools,
-        clock=clock,
-        config=config,
-        attended_tokens_cap=cap,
-        notes=(*notes, *assumed),
-        progress=open_progress(quiet=output.quiet),
-    )
+    requests = open_trace(trace, limit=limit, seed=seed).at_rate(rate)
+    result = serve(requests, given, knobs, offline=offline, output=output)
     _present(result, report, output)
     return ANSWER_IS_NO if result.requests.refused or result.requests.failed else DONE
 
 
-def _trace(name: str, *, limit: int | None, seed: int) -> Trace:
+@dataclass(frozen=True, slots=True)
+class GivenLoad:
+    """The options that say on what a trace runs, as they were given."""
+
+    plan: Path | None = None
+    model: str | None = None
+    gpu: str | None = None
+    kv_blocks: int | None = None
+    step_times: Path | None = None
+    weights: str | None = None
+    parameters: int | None = None
+    kv_bytes_per_token: int | None = None
+    bandwidth: str | None = None
+    tflops: float | None = None
+
+    def steps(self) -> StepLoad:
+        from onebudget.planner.simulate import StepLoad
+
+        return StepLoad(
+            gpu=self.gpu or "custom",
+            weight_bytes=_size("--weights", self.weights),
+            parameters=self.parameters,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            bandwidth_bytes_per_s=_size("--bandwidth", self.bandwidth),
+            peak_flops=None if self.tflops is None else self.tflops * 1e12,
+        )
+
+
+def serve(
+    requests: Trace, given: GivenLoad, knobs: Mapping[str, Any], *, offline: bool, output: Output
+) -> SimulationResult:
+    """The trace through the simulator, on the card and with the knobs that were given."""
+    from onebudget.budget.ledger import Ledger
+    from onebudget.planner.simulate import read_step_table, roofline, simulate
+    from onebudget.progress import open_progress
+    from onebudget.report.document import read_document
+
+    config = _config(knobs, requests)
+    ledger = None if given.plan is None else Ledger.from_dict(read_document(given.plan))
+    load, notes = _load(given.model, ledger, given.steps(), offline=offline)
+    pools = _pools(given.kv_blocks, ledger, load, config)
+    clock, assumed = (read_step_table(given.step_times), ()) if given.step_times is not None else roofline(load)
+    return simulate(
+        requests,
+        kv_blocks=pools,
+        clock=clock,
+        config=config,
+        attended_tokens_cap=ledger.admission.attended_tokens_cap if ledger is not None else None,
+        notes=(*notes, *assumed),
+        progress=open_progress(quiet=output.quiet),
+    )
+
+
+def open_trace(name: str, *, limit: int | None, seed: int = 0) -> Trace:
+    """The requests of a file, or synthetic ones."""
     from onebudget.planner.simulate import SyntheticLoad, read_trace, synthetic_trace
 
     if name == SYNTHETIC:

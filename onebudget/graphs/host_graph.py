@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from onebudget.graphs.recording import Call, Recorder, Recording, Slot
 if TYPE_CHECKING:
     from onebudget.buffers import BufferManager
 
-_Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+_Step = Callable[[], object]
 
 
 class HostGraph(CapturedGraph):
@@ -36,8 +37,8 @@ class HostGraph(CapturedGraph):
 
     def replay(self) -> None:
         with torch.inference_mode():
-            for operation, args, kwargs in self._steps:
-                operation(*args, **kwargs)
+            for step in self._steps:
+                step()
 
     def reset(self) -> None:
         self._steps = []
@@ -88,8 +89,8 @@ def _parts(call: Call) -> tuple[Any, tuple[Any, ...], dict[str, Any], tuple[Slot
 def _step(parts: tuple[Any, Any, Any, Any]) -> _Step:
     operation, args, kwargs, results = parts
     if not results:
-        return operation, args, kwargs
-    return _computed_then_copied(operation, results), args, kwargs
+        return partial(operation, *args, **kwargs)
+    return partial(_computed_then_copied(operation, results), *args, **kwargs)
 
 
 def _computed_then_copied(operation: Callable[..., Any], results: tuple[torch.Tensor, ...]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from onebudget.attention import operations
 from onebudget.errors import StateError
 from onebudget.graphs.arena import ALIGNMENT_BYTES, Interval, place
+from onebudget.graphs.bindings import entry_point
 from onebudget.units import align_up
 
 aten = torch.ops.aten
@@ -41,6 +42,11 @@ class Slot:
         """The same view with its storage at byte ``start`` of ``arena`` (uint8)."""
         typed = arena[start:].view(self.dtype) if arena.numel() > start else arena[:0].view(self.dtype)
         return typed.as_strided(self.shape, self.strides, typed.storage_offset() + self.offset)
+
+    def narrow(self, axis: int, start: int, length: int) -> Slot:
+        """``length`` places of ``axis`` from ``start`` on."""
+        shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
+        return replace(self, shape=shape, offset=self.offset + start * self.strides[axis])
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +109,7 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         made = self._made_anew(result, (args, kwargs))
         if func._schema.is_mutable:
-            self._append(Call(_bare(func), noted_args, noted_kwargs), operations.workspace_bytes(func, args))
+            self._append(Call(entry_point(func), noted_args, noted_kwargs), operations.workspace_bytes(func, args))
         elif made and func not in _UNWRITTEN:
             self._append_functional(func, noted_args, noted_kwargs, tuple(self._note(tensor) for tensor in made))
         return result
@@ -124,15 +130,27 @@ class Recorder(TorchDispatchMode):
 
     def _append_functional(self, func: Any, args: Any, kwargs: Any, results: tuple[Slot, ...]) -> None:
         if func in _COPIES:
-            self._append(Call(_bare(aten.copy_.default), (results[0], args[0]), {}))
+            self._append(Call(entry_point(aten.copy_.default), (results[0], args[0]), {}))
+            return
+        if func is aten.cat.default and all(len(part.shape) == len(results[0].shape) for part in args[0]):
+            self._append_cat(results[0], *args, **kwargs)
             return
         written = out_variant(func)
         if written is not None:
             operation, names = written
-            self._append(Call(_bare(operation), args, kwargs | dict(zip(names, results, strict=True))))
+            self._append(Call(entry_point(operation), args, kwargs | dict(zip(names, results, strict=True))))
             return
         beside = sum(align_up(self._storage_bytes[slot.storage], ALIGNMENT_BYTES) for slot in results)
-        self._append(Call(_bare(func), args, kwargs, results), beside)
+        self._append(Call(entry_point(func), args, kwargs, results), beside)
+
+    def _append_cat(self, result: Slot, parts: Any, dim: int = 0) -> None:
+        """One copy per part: each takes a fraction of what the kernel for lists spends before it begins."""
+        start, axis = 0, dim % len(result.shape)
+        for part in parts:
+            length = part.shape[axis]
+            place = result.narrow(axis, start, length)
+            self._append(Call(entry_point(aten.copy_.default), (place, part), {}))
+            start += length
 
     def needs_beside(self, nbytes: int) -> None:
         """An operation takes so many bytes beside the arena; for those that stand in for others and can't show it."""
@@ -204,11 +222,6 @@ def refuse_data_dependent(func: Any, args: tuple[Any, ...]) -> None:
     if func is aten.index.Tensor and not any(i is not None and i.dtype in _MASKS for i in args[1]):
         return
     raise StateError(f"{func} has a result whose shape depends on values: a graph can't hold it")
-
-
-def _bare(func: Any) -> Any:
-    """The operation without Python's checks around it."""
-    return func._op
 
 
 @cache

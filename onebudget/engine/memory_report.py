@@ -29,7 +29,7 @@ def memory_report(engine: Engine) -> dict[str, Any]:
     report = measured_terms(engine)
     return {
         **report,
-        "lines": compared(engine.ledger, report),
+        "lines": compared(engine.ledger, report, page_bytes=engine.station.device.facts.granularity_bytes),
         "kv_groups": [_group(group) for group in executor.kv.groups],
         "pool": _pool(engine),
         "counters": executor.counters.to_dict(),
@@ -38,8 +38,12 @@ def memory_report(engine: Engine) -> dict[str, Any]:
     }
 
 
-def compared(ledger: Ledger, report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every line of the ledger, the KV cache too, beside the ``terms`` and ``kv_cache`` of a report."""
+def compared(ledger: Ledger, report: Mapping[str, Any], *, page_bytes: int = 0) -> list[dict[str, Any]]:
+    """Every line of the ledger, the KV cache too, beside the ``terms`` and ``kv_cache`` of a report.
+
+    A difference below ``page_bytes``, the device's page, is not flagged: lines are planned in whole pages, and what
+    they don't fill is measured as fragmentation.
+    """
     held = {term["name"]: (term["bytes"], term["peak_bytes"]) for term in report["terms"]}
     planned: dict[str, int] = {}
     basis: dict[str, set[str]] = {}
@@ -47,17 +51,19 @@ def compared(ledger: Ledger, report: Mapping[str, Any]) -> list[dict[str, Any]]:
         planned[term.name] = planned.get(term.name, 0) + term.bytes
         basis.setdefault(term.name, set()).add(term.basis)
     lines = [
-        _line(name, nbytes, *held.get(name, (0, 0)), seen=basis[name] <= set(_SEEN) and name in held)
+        _line(name, nbytes, *held.get(name, (0, 0)), page_bytes, seen=basis[name] <= set(_SEEN) and name in held)
         for name, nbytes in planned.items()
     ]
-    lines += [_line(name, 0, *held[name], seen=False) for name in held if name not in planned]
+    lines += [_line(name, 0, *held[name], page_bytes, seen=False) for name in held if name not in planned]
     pool = report["kv_cache"]["bytes"]
-    return [*lines, _line("kv_cache", ledger.kv_cache.bytes, pool, pool, seen=True)]
+    return [*lines, _line("kv_cache", ledger.kv_cache.bytes, pool, pool, page_bytes, seen=True)]
 
 
-def _line(name: str, planned: int, now: int, peak: int, *, seen: bool) -> dict[str, Any]:
+def _line(name: str, planned: int, now: int, peak: int, page_bytes: int, *, seen: bool) -> dict[str, Any]:
     flag = None
-    if (peak - planned) * 100 > planned * FLAGGED_PERCENT:
+    if abs(peak - planned) < page_bytes:
+        pass
+    elif (peak - planned) * 100 > planned * FLAGGED_PERCENT:
         flag = "over"
     elif seen and (planned - peak) * 100 > planned * FLAGGED_PERCENT:
         flag = "under"

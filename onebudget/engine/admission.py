@@ -62,9 +62,24 @@ def refuse_what_never_fits(
             continue
         name = "KV" if kind is ResourceKind.KV else kind.value
         beams = f", {config.max_beam_width} beams" if config.max_beam_width > 1 else ""
-        room = max(0, capacity * config.tokens_per_block - request.prompt_tokens)
         raise RequestError(
             f"the request needs {required} {name} blocks to completion ({request.prompt_tokens:,} prompt and "
             f"{request.max_new_tokens:,} new tokens in blocks of {config.tokens_per_block}{beams}) and the pool has "
-            f"{capacity}: ask for at most {room:,} new tokens, or give the cache more memory."
+            f"{capacity}: {_ways_out(request, kind, capacity, config)}."
         )
+
+
+def _ways_out(request: Request, kind: ResourceKind, capacity: int, config: BudgetConfig) -> str:
+    """What would make it fit. Beams share a prompt's full blocks; an encoder's length is not the request's to change."""
+    memory = "give the cache more memory"
+    if kind is ResourceKind.CROSS_KV:
+        return memory
+    size, beams = config.tokens_per_block, config.max_beam_width
+    full, rest = divmod(request.prompt_tokens, size)
+    new_tokens = (capacity - full) // beams * size - rest
+    if new_tokens > 0:
+        return f"ask for at most {new_tokens:,} new tokens, or {memory}"
+    longest_prompt = (capacity - beams + 1) * size - 1
+    if longest_prompt < 1:
+        return memory
+    return f"shorten the prompt to {longest_prompt:,} tokens, which leaves room for one new token, or {memory}"

@@ -42,10 +42,18 @@ def answer(llm: LLM) -> list[int]:
     return llm.generate([PROMPT], GREEDY)[0].token_ids
 
 
+def answer_afresh(llm: LLM) -> list[int]:
+    """Without what earlier answers left: a prefill that reuses blocks has another shape, rounds otherwise in half
+    precision, and a token near a tie goes another way. Sleep drops reusable blocks, so only this is before and after.
+    """
+    llm.engine.executor.kv.reset_reuse()
+    return answer(llm)
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_memory_leaves_and_the_model_comes_back(llm: LLM, level: int) -> None:
     kv_bytes, weight_bytes = fill_pool(llm), llm.engine.station.model.weight_bytes
-    before, digest = answer(llm), weights_digest(llm)
+    before, digest = answer_afresh(llm), weights_digest(llm)
     fill_pool(llm)
     device, resident = llm.engine.station.device, resident_bytes()
     address = llm.engine.station.model.weights.data_ptr
@@ -64,7 +72,7 @@ def test_memory_leaves_and_the_model_comes_back(llm: LLM, level: int) -> None:
     llm.wake()
     assert llm.engine.station.model.weights.data_ptr == address
     assert weights_digest(llm) == digest
-    assert answer(llm) == before
+    assert answer_afresh(llm) == before
 
 
 def test_the_backup_is_a_host_line_of_the_ledger(llm: LLM) -> None:
@@ -73,7 +81,7 @@ def test_the_backup_is_a_host_line_of_the_ledger(llm: LLM) -> None:
 
 
 def test_stages_wake_one_by_one_and_reuse_starts_anew(llm: LLM) -> None:
-    before = answer(llm)
+    before = answer_afresh(llm)
     assert llm.engine.executor.kv.blocks.reusable_blocks > 0
     llm.sleep(1)
     llm.wake(["model"])
@@ -81,13 +89,13 @@ def test_stages_wake_one_by_one_and_reuse_starts_anew(llm: LLM) -> None:
         answer(llm)
     llm.wake(["kv_cache", "workspace"])
     assert llm.engine.executor.kv.blocks.reusable_blocks == 0
-    assert answer(llm) == before
+    assert answer_afresh(llm) == before
 
 
 @pytest.mark.parametrize("failing_chunk", range(4))
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_fault_in_the_middle_of_wake_leaves_it_asleep_and_wakeable(llm: LLM, level: int, failing_chunk: int) -> None:
-    before, digest = answer(llm), weights_digest(llm)
+    before, digest = answer_afresh(llm), weights_digest(llm)
     device = llm.engine.station.device
     llm.sleep(level)
     asleep = device.used_bytes()
@@ -99,11 +107,11 @@ def test_a_fault_in_the_middle_of_wake_leaves_it_asleep_and_wakeable(llm: LLM, l
     llm.wake()
     virtual_memory_manager().take_bad_handles()
     assert weights_digest(llm) == digest
-    assert answer(llm) == before
+    assert answer_afresh(llm) == before
 
 
 def test_waking_without_room_is_refused_with_numbers(llm: LLM) -> None:
-    before = answer(llm)
+    before = answer_afresh(llm)
     llm.sleep(1)
     device = llm.engine.station.device
     neighbour = llm.engine.station.manager.gpu(device.free_bytes() - 2**20)
@@ -112,7 +120,7 @@ def test_waking_without_room_is_refused_with_numbers(llm: LLM) -> None:
     assert refused.value.free_bytes < refused.value.requested_bytes
     neighbour.release()
     llm.wake()
-    assert answer(llm) == before
+    assert answer_afresh(llm) == before
 
 
 def test_running_requests_and_bad_arguments_are_refused(llm: LLM) -> None:
@@ -138,7 +146,7 @@ def test_an_engine_built_without_sleep_says_so(demo_model: Path) -> None:
 
 @pytest.mark.long
 def test_fifty_cycles_leak_nothing(llm: LLM) -> None:
-    before = answer(llm)
+    before = answer_afresh(llm)
     device = llm.engine.station.device
 
     def held() -> tuple[int, int, int, int]:
@@ -153,4 +161,4 @@ def test_fifty_cycles_leak_nothing(llm: LLM) -> None:
     *exact, mappings = held()
     assert exact == list(settled[:3])
     assert mappings <= settled[3], "fewer mappings are no leak"
-    assert answer(llm) == before
+    assert answer_afresh(llm) == before

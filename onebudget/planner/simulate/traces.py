@@ -109,7 +109,7 @@ def _rows(path: Path, file: TextIO) -> Iterator[TraceRequest]:
         return _json_rows(path, file)
     if [name.strip() for name in head.strip().split(",")] == list(CSV_COLUMNS):
         return _csv_rows(path, file)
-    raise _unusable(path, "its first line is of no known form")
+    raise _unusable(path, "its first line is of no known form" if head.strip() else "it begins with no request")
 
 
 def _csv_rows(path: Path, file: TextIO) -> Iterator[TraceRequest]:
@@ -184,7 +184,7 @@ def _count(path: Path, line: int, row: Mapping[str, Any], name: str) -> int:
     except ValueError:
         number = None
     if type(number) is not int or not 1 <= number < 2**31:
-        raise _bad(path, line, name, value, "tokens, at least 1")
+        raise _bad(path, line, name, value, f"tokens, from 1 to {2**31 - 1}")
     return number
 
 

@@ -74,11 +74,19 @@ def test_whatever_is_advised_is_accepted(prompt: int, wanted: int, pool: int) ->
     try:
         assert 1 <= admit(prompt, wanted, pool_blocks=pool) <= wanted
     except RequestError as refused:
-        advised = int(str(refused).split("ask for at most ")[1].split()[0].replace(",", ""))
-        if advised > 0:
+        said = str(refused)
+        if "ask for at most " in said:
+            advised = int(said.split("ask for at most ")[1].split()[0].replace(",", ""))
             assert admit(prompt, advised, pool_blocks=pool) == advised
             with pytest.raises(RequestError):
                 admit(prompt, advised + 1, pool_blocks=pool)
+        elif "shorten the prompt to " in said:
+            shorter = int(said.split("shorten the prompt to ")[1].split()[0].replace(",", ""))
+            assert admit(shorter, 1, pool_blocks=pool) == 1
+            with pytest.raises(RequestError):
+                admit(shorter + 1, 1, pool_blocks=pool)
+        else:
+            assert pool == 0, "only more memory helps"
 
 
 def test_a_request_of_max_seq_len_runs_where_the_ledger_says_one_fits() -> None:
@@ -109,5 +117,7 @@ def test_who_is_refused_needs_more_than_there_is_and_who_is_not_completes(prompt
 def test_beams_and_other_pools_are_named() -> None:
     config = BudgetConfig(max_seq_len=128, max_num_tokens=64, tokens_per_block=8)
     request = Request(0, [1] * 9, SamplingParams(), max_new_tokens=3)
-    with pytest.raises(RequestError, match=r"needs 7 cross_kv blocks .*\(9 prompt and 3 new tokens.* pool has 6"):
+    with pytest.raises(
+        RequestError, match=r"needs 7 cross_kv blocks .*\(9 prompt and 3 new tokens.* pool has 6: give the"
+    ):
         refuse_what_never_fits(request, [(ResourceKind.KV, 2, 6), (ResourceKind.CROSS_KV, 7, 6)], config)

@@ -52,11 +52,11 @@ def test_a_limit_reads_no_further(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "no known form"),
+        ("", "begins with no request"),
         ("a,b\n1,2\n", "no known form"),
         (CSV.splitlines()[0] + "\n", "holds no request"),
         (CSV.replace("4808", "many"), "line 2: ContextTokens = 'many' has to be tokens"),
-        (CSV.replace("110,27", "110,0"), "line 3: GeneratedTokens = '0' has to be tokens, at least 1"),
+        (CSV.replace("110,27", "110,0"), "line 3: GeneratedTokens = '0' has to be tokens, from 1 to 2147483647"),
         (CSV.replace("110,27", "110"), "line 3: GeneratedTokens = 'None'"),
         (CSV.replace("2023-11-16 18:17:05.4799600", "yesterday"), "line 3: TIMESTAMP = 'yesterday' has to be a moment"),
         (CSV.replace("18:17:05.4799600", "18:17:05+00:00"), "line 3: TIMESTAMP .* time zone"),

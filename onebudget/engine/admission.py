@@ -70,7 +70,7 @@ def refuse_what_never_fits(
 
 
 def _ways_out(request: Request, kind: ResourceKind, capacity: int, config: BudgetConfig) -> str:
-    """What would make it fit. Beams share a prompt's full blocks; an encoder's length is not the request's to change."""
+    """What would make it fit. Beams share a prompt's full blocks; an encoder's length stays as it is."""
     memory = "give the cache more memory"
     if kind is ResourceKind.CROSS_KV:
         return memory

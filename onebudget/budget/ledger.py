@@ -29,6 +29,7 @@ TERM_NAMES = (
 )  # fmt: skip
 """Names that mean the same thing in every ledger. Owners of other kinds of memory may add their own."""
 
+_OPTIONAL = ("context_workspace", "answers", "request")
 _POOL_RANGE = ("low_bytes", "high_bytes", "low_tokens", "high_tokens", "basis")
 
 
@@ -164,6 +165,29 @@ class HostLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What a plan is good for. Lengths in tokens; ``*_bound_by`` names what keeps a figure from being larger.
+
+    ``largest_seq_len``: the longest request that could be served under otherwise equal settings.
+    ``largest_concurrency``: requests of ``at_seq_len`` tokens at once. ``largest_seq_len_at_target``: the longest
+    requests of which ``target_concurrency`` fit at once. ``second_instance_free_bytes``: what another instance on the
+    same card would find free.
+    """
+
+    max_seq_len: int
+    largest_seq_len: int
+    seq_len_bound_by: str
+    at_seq_len: int
+    concurrency: float
+    largest_concurrency: int
+    concurrency_bound_by: str
+    target_concurrency: int | None = None
+    largest_seq_len_at_target: int | None = None
+    meets_target: bool = True
+    second_instance_free_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
     """Every byte of one card, by owner.
 
@@ -191,6 +215,9 @@ class Ledger:
     host: tuple[HostLine, ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = field(default=())
+    answers: Answers | None = None
+    request: dict[str, Any] | None = None
+    """The question a planner was asked, as plain values."""
 
     def __post_init__(self) -> None:
         for name in ("terms", "caps", "changes", "ranks", "host", "notes", "warnings"):
@@ -218,11 +245,12 @@ class Ledger:
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON document, with lists and plain values only; ``context_workspace`` and the pool's range only where
-        there is one."""
+        """The JSON document, with lists and plain values only; ``context_workspace``, the pool's range, and a
+        plan's question and answers only where there are any."""
         document = cast("dict[str, Any]", _adapter().dump_python(self, mode="json"))
-        if self.context_workspace is None:
-            del document["context_workspace"]
+        for key in _OPTIONAL:
+            if document[key] is None:
+                del document[key]
         for key in _POOL_RANGE:
             if document["kv_cache"][key] is None:
                 del document["kv_cache"][key]

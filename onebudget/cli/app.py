@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from onebudget.cli import buckets, explain, gpus, models, probe, run, simulate
+from onebudget.cli import buckets, emit, explain, gpus, models, probe, run, simulate, sweep
 from onebudget.cli.boundary import INTERRUPTED, UNUSABLE_INPUT, say
 from onebudget.cli.suggest import usage_sentence
 
@@ -69,3 +69,5 @@ app.command("simulate", help=simulate.HELP)(simulate.simulate)
 app.command("buckets", help=buckets.HELP)(buckets.buckets)
 app.command("gpus", help=gpus.HELP)(gpus.gpus)
 app.command("models", help=models.HELP)(models.models)
+app.command("emit", help=emit.HELP)(emit.emit)
+app.command("sweep", help=sweep.HELP)(sweep.sweep)

@@ -82,13 +82,13 @@ def test_the_backup_is_a_host_line_of_the_ledger(llm: LLM) -> None:
 
 def test_stages_wake_one_by_one_and_reuse_starts_anew(llm: LLM) -> None:
     before = answer_afresh(llm)
-    assert llm.engine.executor.kv.groups[0].blocks.reusable_blocks > 0
+    assert llm.engine.executor.kv.groups[0].blocks.evictable_blocks > 0
     llm.sleep(1)
     llm.wake(["model"])
     with pytest.raises(StateError, match="kv_cache"):
         answer(llm)
     llm.wake(["kv_cache", "workspace"])
-    assert llm.engine.executor.kv.groups[0].blocks.reusable_blocks == 0
+    assert llm.engine.executor.kv.groups[0].blocks.evictable_blocks == 0
     assert answer_afresh(llm) == before
 
 

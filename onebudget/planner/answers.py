@@ -117,9 +117,9 @@ def largest_length(question: Question, ledger: Ledger) -> tuple[int, str]:
         return test
 
     if question.engine != "onebudget" or question.quick:
-        found = _largest(holds(question), limit)
+        found = largest_that_holds(holds(question), limit)
     else:
-        guess = _largest(holds(replace(question, quick=True)), limit)
+        guess = largest_that_holds(holds(replace(question, quick=True)), limit)
         found = _near(holds(question), guess, limit)
     return found, "model" if found >= limit else "kv_cache"
 
@@ -133,10 +133,10 @@ def length_for(question: Question, wanted: int, largest: int) -> int:
         other = at_length(asked, length)
         return other is not None and other.fits and other.kv_cache.max_concurrency_at_max_seq_len >= wanted
 
-    return _largest(holds, largest)
+    return largest_that_holds(holds, largest)
 
 
-def _largest(holds: Callable[[int], bool], limit: int) -> int:
+def largest_that_holds(holds: Callable[[int], bool], limit: int) -> int:
     """The largest length up to ``limit`` that holds, to whole blocks; 0 when none does."""
     if holds(limit):
         return limit

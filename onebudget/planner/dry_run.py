@@ -19,7 +19,7 @@ from onebudget.engine.dry_runs import dry_profile
 from onebudget.engine.graph_budget import declare_graphs
 from onebudget.engine.kv_cache import layer_groups
 from onebudget.errors import ModelError, OneBudgetError
-from onebudget.models.facts import ModelFacts, facts_from_config
+from onebudget.models.facts import facts_from_config
 from onebudget.models.load import meta_model, weight_bytes
 from onebudget.planner.rank_config import first_layers, text_part
 from onebudget.units import align_up

@@ -18,7 +18,7 @@ from onebudget.engine.assembly import build_executor
 from onebudget.engine.derivation import engine_ledger, left_out
 from onebudget.engine.dry_runs import dry_profile
 from onebudget.engine.executor import Counters, Executor
-from onebudget.engine.graph_budget import engine_graph_sizes
+from onebudget.engine.graph_budget import declare_graphs, engine_graph_sizes
 from onebudget.engine.graphs import DecodeGraphs, GraphCounts, padding_blocks
 from onebudget.engine.kv_cache import pool_blocks
 from onebudget.engine.probe import full_cache_tells, measure, probe_batches, run_dummies, run_full_cache
@@ -28,7 +28,8 @@ from onebudget.engine.sleep import Sleeper
 from onebudget.engine.stages import Stages
 from onebudget.engine.station import Station
 from onebudget.errors import AllocationError, BudgetError
-from onebudget.graphs.cost import warn_beyond
+from onebudget.graphs.arena import ALIGNMENT_BYTES
+from onebudget.graphs.cost import warn_beyond, warn_of_buckets
 from onebudget.models import load, tensor_parallel
 from onebudget.units import align_up
 
@@ -115,7 +116,7 @@ def build_engine(
         with ranks.stage("warm_up"), station.stages.open("warm_up"):
             _warm_up(executor, station, config, progress)
         with ranks.stage("graphs"):
-            _capture_graphs(executor, station, config, ledger, progress)
+            _capture_graphs(executor, station, folder, config, ledger, progress)
             start_reclaiming(executor, config)
         executor.runner.metered = strict_memory
         undo.pop_all()
@@ -182,7 +183,7 @@ _DRY_RUN_STOOD_IN = "The profile did not fit beside its own KV pool; a dry run o
 
 
 def _capture_graphs(
-    executor: Executor, station: Station, config: BudgetConfig, ledger: Ledger, progress: Progress
+    executor: Executor, station: Station, folder: Path, config: BudgetConfig, ledger: Ledger, progress: Progress
 ) -> None:
     """Decode graphs within what the ledger holds for them; what finds no room there runs eagerly."""
     sizes = engine_graph_sizes(station.model.facts, config)
@@ -202,6 +203,9 @@ def _capture_graphs(
     if allowance is not None:
         granule = station.device.facts.granularity_bytes
         warn_beyond(allowance, sum(align_up(buffer.capacity_bytes, granule) for buffer in graphs.buffers))
+        declared = declare_graphs(folder, station.model.facts, station.model.dtype, config)
+        if declared is not None:
+            warn_of_buckets(declared.arena_bytes, graphs.bytes_by_size, ALIGNMENT_BYTES)
 
 
 def _warm_up(executor: Executor, station: Station, config: BudgetConfig, progress: Progress) -> None:

@@ -13,7 +13,7 @@ from onebudget.budget.reserves import ReserveLine
 from onebudget.engine.graphs import DecodeGraphs, graph_batch_sizes, padding_blocks
 from onebudget.engine.kv_cache import build_kv_cache
 from onebudget.engine.station import fake_station
-from onebudget.graphs.cost import BucketBytes, sample_sizes
+from onebudget.graphs.cost import MIN_SAMPLES, BucketBytes, CaptureCost, sample_sizes
 from onebudget.units import align_up, format_bytes
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ class GraphDeclaration:
     padding_bytes: int
     arena_bytes: Mapping[int, int]
     buffer_bytes: tuple[int, ...]
+    capture_cost: CaptureCost | None = None
+    """How the pool grows, where enough captures were recorded to tell."""
 
     def physical_bytes(self, granule_bytes: int) -> int:
         return self.padding_bytes + sum(align_up(nbytes, granule_bytes) for nbytes in self.buffer_bytes)
@@ -67,7 +69,7 @@ def _recorded(folder: Path, stamp: int, dtype: str, config: BudgetConfig) -> Gra
     try:
         kv = build_kv_cache(station, config.replace(host_cache_bytes=0), _DRY_BLOCKS, probe_lengths=[[1]])
         graphs = DecodeGraphs(station, config, kv, page_groups(kv), sample_sizes(sizes))
-        graphs.capture(warm=False)
+        growth = list(graphs.capture(warm=False).growth_bytes.values())
         declared = GraphDeclaration(
             pool_bytes=graphs.runner.pool_bytes,
             scratch_bytes=graphs.scratch_bytes,
@@ -75,6 +77,7 @@ def _recorded(folder: Path, stamp: int, dtype: str, config: BudgetConfig) -> Gra
             padding_bytes=padding_blocks(sizes, config) * sum(group.store.block_bytes for group in kv.groups),
             arena_bytes=_by_size(graphs, sizes),
             buffer_bytes=tuple(buffer.capacity_bytes for buffer in graphs.buffers),
+            capture_cost=CaptureCost.from_growth(growth) if len(growth) >= MIN_SAMPLES else None,
         )
         graphs.release()
         kv.shutdown()
@@ -84,10 +87,7 @@ def _recorded(folder: Path, stamp: int, dtype: str, config: BudgetConfig) -> Gra
 
 
 def _by_size(graphs: DecodeGraphs, sizes: tuple[int, ...]) -> dict[int, int]:
-    samples: dict[int, int] = {}
-    for key, graph in graphs.runner.graphs.items():
-        samples[key.batch_size] = max(graph.nbytes, samples.get(key.batch_size, 0))
-    lines = BucketBytes(samples)
+    lines = BucketBytes(graphs.bytes_by_size)
     return {size: lines.bytes_for(size) for size in sizes}
 
 
@@ -95,12 +95,13 @@ def graph_reserves(declared: GraphDeclaration | None, granule_bytes: int) -> lis
     """The ledger's line for graphs: nothing of it is seen by a profile, and all of it stays for good."""
     if declared is None:
         return []
-    sizes = ", ".join(str(size) for size in sorted(declared.arena_bytes))
+    sizes = ", ".join(f"{size} ({format_bytes(nbytes)})" for size, nbytes in sorted(declared.arena_bytes.items()))
+    growth = "" if declared.capture_cost is None else f" ({declared.capture_cost})"
     return [
         ReserveLine(
             "graphs",
             declared.physical_bytes(granule_bytes),
-            reason=f"decode graphs of batch sizes {sizes}: pool {format_bytes(declared.pool_bytes)}, scratch "
+            reason=f"decode graphs of batch sizes {sizes}: pool {format_bytes(declared.pool_bytes)}{growth}, scratch "
             f"{format_bytes(declared.scratch_bytes)}, inputs {format_bytes(declared.static_bytes)}, in whole pages; "
             f"KV blocks for padding {format_bytes(declared.padding_bytes)}",
             owner="graphs",

@@ -343,6 +343,14 @@ class DecodeGraphs:
         return self.static.device_bytes + self.scratch_bytes + self.runner.pool_bytes
 
     @property
+    def bytes_by_size(self) -> dict[int, int]:
+        """Batch size -> what its largest graph uses of the pool, where the platform tells."""
+        used: dict[int, int] = {}
+        for key, graph in self.runner.graphs.items():
+            used[key.batch_size] = max(graph.nbytes, used.get(key.batch_size, 0))
+        return {size: nbytes for size, nbytes in used.items() if nbytes}
+
+    @property
     def captured(self) -> bool:
         return any(self.runner.state(key) is GraphState.CAPTURED for key in self.runner.capture_keys())
 

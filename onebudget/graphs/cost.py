@@ -67,6 +67,25 @@ class CaptureCost:
         """Bytes of ``count`` captures."""
         return 0 if count < 1 else self.first_bytes + ceil(self.marginal_bytes * (count - 1))
 
+    def __str__(self) -> str:
+        first, next_bytes = format_bytes(self.first_bytes), format_bytes(ceil(self.marginal_bytes))
+        return f"{first} by the first capture, {next_bytes} each next"
+
+
+def warn_of_buckets(declared: Mapping[int, int], measured: Mapping[int, int], unit_bytes: int) -> str | None:
+    """A sentence, logged as a warning, naming batch sizes whose graph took more or less than was declared by more than
+    the stated error and one ``unit_bytes``, the step in which such memory grows. Both: batch size -> bytes."""
+    beyond = [
+        f"{size} ({format_bytes(measured[size])}, declared {format_bytes(told)})"
+        for size, told in sorted(declared.items())
+        if size in measured and abs(measured[size] - told) > max(Fraction(unit_bytes), told * STATED_ERROR)
+    ]
+    if not beyond:
+        return None
+    text = f"graphs further than {float(STATED_ERROR):.0%} from what was declared: batch sizes {', '.join(beyond)}"
+    logger.warning("%s", text)
+    return text
+
 
 def warn_beyond(declared_bytes: int, measured_bytes: int, stated_error: Fraction = STATED_ERROR) -> str | None:
     """A sentence, logged as a warning, when graphs took more or less than was declared by more than the stated

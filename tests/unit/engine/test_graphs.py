@@ -192,6 +192,9 @@ def test_declared_before_and_measured_after(tiny: Tiny, kind: TinyKind) -> None:
         assert measured["bytes"] <= llm.budget.term("graphs").bytes
         assert sorted(declared.arena_bytes) == graph_batch_sizes(llm.config)
         assert list(declared.arena_bytes.values()) == sorted(declared.arena_bytes.values())
+        assert declared.capture_cost is not None
+        assert (declared.capture_cost.first_bytes, declared.capture_cost.marginal_bytes) == (declared.pool_bytes, 0)
+        assert str(declared.capture_cost) in llm.budget.term("graphs").why
 
 
 def check_arena(llm: LLM, batch_size: int) -> None:

@@ -128,11 +128,9 @@ def serve(llm: LLM, requests: int, long_ones: int) -> list[RequestOutput]:
 
 
 def check_budget(llm: LLM) -> None:
-    """Nothing beyond the plan, and no more planned than was needed. With graphs, steps of generation alone work in the
-    graphs' own scratch, so that the other one is needed for mixed steps only."""
+    """Nothing beyond the plan, and no more planned than was needed."""
     ledger, report = llm.budget, llm.memory_report()
     slack = {"fraction_slack", "safety_margin"}
-    seldom = {"fixed_workspace"} if llm.config.enable_cuda_graphs else set()
     useful = ledger.kv_cache.bytes + sum(term.bytes for term in ledger.terms if term.name not in slack)
     assert useful >= 0.97 * ledger.capacity_bytes
     assert report["peak_bytes"] <= ledger.capacity_bytes
@@ -140,24 +138,22 @@ def check_budget(llm: LLM) -> None:
     for term in ledger.terms:
         if term.name not in slack:
             print(f"{term.name}: {peaks.get(term.name, 0)} of {term.bytes}")
-            assert term.name in seldom or peaks.get(term.name, 0) >= 0.8 * term.bytes, term.name
+            assert peaks.get(term.name, 0) >= 0.8 * term.bytes, term.name
     for name in ("weights", "fixed_workspace"):
         assert peaks[name] <= ledger.term(name).bytes, name
 
 
 @pytest.mark.parametrize(
-    ("requests", "long_ones", "step_tokens", "graphs"),
-    [
-        (40, 3, 128, False),
-        pytest.param(40, 3, 128, True, marks=pytest.mark.long),
-        pytest.param(200, 200, 2048, False, marks=pytest.mark.long),
-    ],
+    ("requests", "long_ones", "step_tokens"),
+    [(40, 3, 128), pytest.param(200, 200, 2048, marks=pytest.mark.long)],
 )
 def test_no_step_fails_on_a_card_without_slack(
-    demo_model: Path, requests: int, long_ones: int, step_tokens: int, graphs: bool
+    demo_model: Path, requests: int, long_ones: int, step_tokens: int
 ) -> None:
     knobs = {"device_memory": "1GiB", "max_seq_len": 512, "dtype": "fp32", "max_num_tokens": step_tokens}
-    with LLM(demo_model, **knobs, enable_cuda_graphs=graphs, free_gpu_memory_fraction=1.0, strict_memory=True) as llm:
+    # Scratch that stays and is used by every step: otherwise peaks of different steps are never there together.
+    plain = {"reclaim_workspace": False, "enable_cuda_graphs": False}
+    with LLM(demo_model, **knobs, **plain, free_gpu_memory_fraction=1.0, strict_memory=True) as llm:
         outputs = serve(llm, requests, long_ones)
         assert {(output.finish_reason, output.error) for output in outputs} == {("length", None)}
         assert llm.engine.executor.counters.failed_steps == 0

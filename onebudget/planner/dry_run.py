@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from onebudget.config import BudgetConfig
     from onebudget.engine.graph_budget import GraphDeclaration
 
-STEADY_LAYERS = 2
-"""Layers to run beyond the first of each kind: the first one's input is the embedding itself, later ones add to it."""
+_DENSE_FIRST = "first_k_dense_replace"
+_TELLING_DENSE = 2
 
 
 class FewLayers:
@@ -47,7 +47,11 @@ class FewLayers:
         module = _meta(self._whole_folder, dtype)
         self._weights = {dtype: _held_bytes(module)}
         few = json.loads(json.dumps(config))
-        wanted = min(_telling_layers(module, len(self.facts.layers)), len(self.facts.layers))
+        kinds = _kinds(module, len(self.facts.layers))
+        if text_part(few).get(_DENSE_FIRST, 0) > _TELLING_DENSE:
+            kinds = kinds[int(text_part(few)[_DENSE_FIRST]) - _TELLING_DENSE :]
+            text_part(few)[_DENSE_FIRST] = _TELLING_DENSE
+        wanted = telling_layers(kinds)
         self._all_run = wanted == len(self.facts.layers)
         if not self._all_run:
             first_layers(text_part(few), wanted)
@@ -128,11 +132,17 @@ def _held_bytes(module: Any) -> int:
     return align_up(weight_bytes(module), ALLOCATOR_ROUNDING_BYTES)
 
 
-def _telling_layers(module: Any, count: int) -> int:
-    """Layers from the first on that show every kind of layer, and a few more of the last kind."""
-    kinds = [_kind(layer) for layer in _layers(module, count)]
-    seen = max((kinds.index(kind) for kind in set(kinds)), default=count - 1)
-    return seen + 1 + STEADY_LAYERS
+def telling_layers(kinds: Sequence[object]) -> int:
+    """Layers from the first on that show every kind of layer. The first layer's input is the embedding itself, which
+    later ones keep beside their own, so its kind must be seen again where there is more of it."""
+    if not kinds:
+        return 0
+    later = {kind: at for at, kind in reversed(list(enumerate(kinds))) if at}
+    return 1 + max(later.values(), default=0)
+
+
+def _kinds(module: Any, count: int) -> list[tuple[object, ...]]:
+    return [_kind(layer) for layer in _layers(module, count)] or [(at,) for at in range(count)]
 
 
 def _layers(module: Any, count: int) -> list[Any]:

@@ -243,7 +243,8 @@ class _OnCard:
         )
 
     def graphs(self, dtype: str, config: BudgetConfig) -> Any:
-        return self._few.graphs(dtype, config)
+        """None where several ranks share a model: the engine captures none there."""
+        return self._few.graphs(dtype, config) if self._case.request.layout.tp == 1 else None
 
 
 def _weights(case: Case, plain_bytes: int | None) -> Figure:

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from onebudget.graphs.buckets import resolve_graph_batch_sizes as resolve_graph_batch_sizes
     from onebudget.graphs.plan_buckets import plan_buckets as plan_buckets
     from onebudget.graphs.runner import CUDAGraphRunner as CUDAGraphRunner
+    from onebudget.planner.plan import plan as plan
     from onebudget.resources.base import BaseResourceManager as BaseResourceManager
     from onebudget.resources.kv.manager import KVCacheManager as KVCacheManager
     from onebudget.resources.kv.v2 import KVCacheManagerV2 as KVCacheManagerV2
@@ -104,6 +105,7 @@ _HOMES = {
     "materialize_with_tag": "buffers.virtual",
     "open_device": "device",
     "penalty_workspace_bytes": "budget.reserves",
+    "plan": "planner.plan",
     "plan_buckets": "graphs.plan_buckets",
     "release_with_tag": "buffers.virtual",
     "resolve_graph_batch_sizes": "graphs.buckets",

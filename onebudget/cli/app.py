@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from onebudget.cli import buckets, emit, explain, gpus, models, probe, run, simulate, sweep
+from onebudget.cli import buckets, emit, explain, gpus, models, plan, probe, run, simulate, sweep
 from onebudget.cli.boundary import INTERRUPTED, UNUSABLE_INPUT, say
 from onebudget.cli.suggest import usage_sentence
 
@@ -63,6 +63,7 @@ def _application(
 
 
 app.command("run", help=run.HELP)(run.run)
+app.command("plan", help=plan.HELP)(plan.plan)
 app.command("explain", help=explain.HELP)(explain.explain)
 app.command("probe", help=probe.HELP)(probe.probe)
 app.command("simulate", help=simulate.HELP)(simulate.simulate)

@@ -11,6 +11,7 @@ from onebudget.report.chart import chart_html
 from onebudget.report.context_cap import EXPLANATION, cap_points
 from onebudget.report.context_cap_chart import cap_chart_html
 from onebudget.report.palette import colour_of
+from onebudget.report.plan_view import plan_html
 from onebudget.report.segments import Document, Segment, cap_value, has_measurement, kv_sentence, segments_of, subject
 from onebudget.report.shell import resource, section, shell
 from onebudget.report.tables import HOW_MEASURED, change_sentence, run_lines, signed
@@ -25,6 +26,7 @@ def page(document: Document) -> str:
     sections = [
         _picture(segments, measured=measured),
         section("Shares of the card", _ledger_table(segments, measured=measured)),
+        section("What it is good for", plan_html(document)),
         section("Caps on the KV cache", _caps_table(document.get("caps", ()))),
         section("KV cache against prompts at once", _cap_curve(document)),
         section("Warnings and notes", _remarks(document)),

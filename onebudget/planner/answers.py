@@ -120,7 +120,7 @@ def largest_length(question: Question, ledger: Ledger) -> tuple[int, str]:
         found = largest_that_holds(holds(question), limit)
     else:
         guess = largest_that_holds(holds(replace(question, quick=True)), limit)
-        found = _near(holds(question), guess, limit)
+        found = _near(holds(question), guess, limit) if guess else 0
     return found, "model" if found >= limit else "kv_cache"
 
 

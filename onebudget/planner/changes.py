@@ -39,7 +39,7 @@ def find_changes(question: Question, ledger: Ledger, *, most: int = 6) -> tuple[
         _try(found, question, ledger, change)
         if len(found) >= most:
             return tuple(found.values())
-    for change in _hardware(asked):
+    for change in _hardware(asked, ledger):
         _try(found, question, ledger, change)
     if not found:
         _together(found, question, ledger)
@@ -131,10 +131,10 @@ def _shorter(asked: Question, ledger: Ledger, beside: Mapping[str, Any] | None =
         yield {**(beside or {}), LENGTH[asked.engine]: length}
 
 
-def _hardware(asked: Question) -> Iterator[dict[str, Any]]:
+def _hardware(asked: Question, ledger: Ledger) -> Iterator[dict[str, Any]]:
     """Narrower weights, more cards, and the smallest larger card, the mildest of each kind that does."""
-    if asked.weights_dtype is None and asked.dims.quantization is None:
-        yield from _first(asked, [{"weights_dtype": kind} for kind in _NARROW_WEIGHTS])
+    if asked.engine != "onebudget" and asked.weights_dtype is None and asked.dims.quantization is None:
+        yield from _narrower(asked, ledger)
     if asked.on_host:
         yield from _first(asked, [{"device_memory": size} for size in _larger_sizes(asked)])
         return
@@ -145,6 +145,15 @@ def _hardware(asked: Question) -> Iterator[dict[str, Any]]:
     larger = [each for total, each in sizes if total > (asked.total_bytes or request.gpu.total_bytes)]
     if asked.total_bytes is None:
         yield from _first(asked, [{"gpu": f"{each}x{count}" if count > 1 else each} for each in larger])
+
+
+def _narrower(asked: Question, ledger: Ledger) -> Iterator[dict[str, Any]]:
+    """Weights in fewer bits, with shorter requests where that takes it."""
+    kinds: list[dict[str, Any]] = [{"weights_dtype": kind} for kind in _NARROW_WEIGHTS]
+    alone = list(_first(asked, kinds))
+    yield from alone
+    if not alone and asked.target_seq_len is None:
+        yield from _shorter(asked.changed(kinds[-1]), ledger, kinds[-1])
 
 
 def _larger_sizes(asked: Question) -> Iterator[int]:
@@ -188,7 +197,7 @@ def _together(found: dict[str, Change], question: Question, before: Ledger) -> N
 
 def _hardware_of(asked: Question) -> Iterator[dict[str, Any]]:
     narrow: list[dict[str, Any]] = [{"weights_dtype": kind} for kind in _NARROW_WEIGHTS]
-    kinds = [{}, *narrow] if asked.weights_dtype is None else [{}]
+    kinds = [{}, *narrow] if asked.engine != "onebudget" and asked.weights_dtype is None else [{}]
     if asked.on_host:
         return
     name, count = parse_gpu(asked.gpu)

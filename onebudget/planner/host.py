@@ -22,7 +22,8 @@ _GIB_PER_RANK = {"swap_space": "kv_swap", "cpu_offload_gb": "offloaded_weights",
 def with_host_lines(request: PlanRequest, ledger: Ledger, *, host_memory_bytes: int | None = None) -> Ledger:
     """The ledger with host memory per rank and per host, and a warning where a host of ``host_memory_bytes`` is too
     small for its ranks."""
-    lines = list(ledger.host) or [HostLine("load_staging", ledger.term("weights").bytes, "rank")]
+    weights = ledger.term("weights")
+    lines = list(ledger.host) or [HostLine("load_staging", max(weights.bytes, weights.low_bytes or 0), "rank")]
     for setting, name in _GIB_PER_RANK.items():
         value = request.settings.get(setting)
         if isinstance(value, (int, float)) and value:

@@ -74,7 +74,9 @@ def _at_once(answers: Mapping[str, Any]) -> str:
 
 
 def range_rows(document: Document) -> list[tuple[str, ...]]:
-    """Shares that are not known exactly, and the KV cache where it is as uncertain."""
+    """Shares that are not known exactly, and the KV cache where it is as uncertain; none where shares went unpaid."""
+    if not document.get("fits"):
+        return []
     rows: list[tuple[str, ...]] = [
         (term["name"], format_bytes(term["low_bytes"]), format_bytes(term["bytes"]), format_bytes(term["high_bytes"]),
          term["basis"])

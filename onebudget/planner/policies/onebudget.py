@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -204,8 +205,10 @@ def _by_dry_run(case: Case) -> Ledger:
 
 
 def _refused(error: BudgetError) -> Ledger:
+    """The ledger with the error's numbers; ways out stand in its changes."""
     assert error.ledger is not None
-    return error.ledger.replace(warnings=(*error.ledger.warnings, str(error)))
+    numbers = re.split(r" (?:No setting alone|Cheapest ways out)", str(error))[0]
+    return error.ledger.replace(warnings=(*error.ledger.warnings, numbers))
 
 
 @contextmanager

@@ -84,7 +84,9 @@ def _settings(asked: Question, ledger: Ledger) -> Iterator[dict[str, Any]]:
         yield from _shorter(asked, ledger)
     if asked.kv_dtype in (None, "auto", "bf16", "fp16"):
         yield {"kv_dtype": "fp8"}
-    if asked.target_seq_len is None:
+    frugal = list(_first(asked, [_frugal_settings(asked)]))
+    yield from frugal
+    if not frugal and asked.target_seq_len is None:
         yield from _shorter(_frugal(asked), ledger, _frugal_settings(asked))
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,10 @@ class FewLayers:
         self._granule_bytes = granule_bytes
         self._kept = tempfile.TemporaryDirectory(prefix="onebudget-plan-")
         self._whole_folder = _write(Path(self._kept.name) / "whole", config)
+        self._name = name
         self.facts = facts_from_config(config, name=name)
+        if "linear" in self.facts.layers:
+            raise ModelError(f"{name} has recurrent layers, and our engine runs attention only.")
         module = _meta(self._whole_folder, dtype)
         self._weights = {dtype: _held_bytes(module)}
         few = json.loads(json.dumps(config))
@@ -72,7 +76,8 @@ class FewLayers:
         return self._weights[dtype]
 
     def profile(self, dtype: str, config: BudgetConfig) -> ProfileResult:
-        few = dry_profile(self._few_folder, dtype, config, granularity_bytes=self._granule_bytes)
+        with self._told_apart():
+            few = dry_profile(self._few_folder, dtype, config, granularity_bytes=self._granule_bytes)
         if self._all_run:
             return few
         weights = self.weights_bytes(dtype) - few.model_bytes
@@ -87,6 +92,18 @@ class FewLayers:
             device_used_bytes=self._physical_bytes(few, used),
             allocated_bytes=pools,
         )
+
+    @contextmanager
+    def _told_apart(self) -> Iterator[None]:
+        """What the engine can't compute of a model is the model's affair: ``ModelError``, and in the model's name."""
+        try:
+            yield
+        except ModelError as error:
+            raise ModelError(str(error).replace(str(self._few_folder), self._name)) from error
+        except RuntimeError as error:
+            if isinstance(error, OneBudgetError):
+                raise
+            raise ModelError(f"the steps of {self._name} can't be run here: {str(error).splitlines()[0]}") from error
 
     def _pools_bytes(self, few: ProfileResult, dtype: str, config: BudgetConfig) -> int:
         """The temporary pools of the whole model: those of each group have as many tokens as with few layers."""
@@ -104,7 +121,8 @@ class FewLayers:
         return align_up(used_bytes - outside, self._granule_bytes) + holes + outside
 
     def graphs(self, dtype: str, config: BudgetConfig) -> GraphDeclaration | None:
-        declared = declare_graphs(self._few_folder, self._few_facts, dtype, config)
+        with self._told_apart():
+            declared = declare_graphs(self._few_folder, self._few_facts, dtype, config)
         if declared is None or self._all_run:
             return declared
         few, whole = (kv_cost(facts, dtype, config).slope for facts in (self._few_facts, self.facts))

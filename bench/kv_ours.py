@@ -4,6 +4,7 @@ from a thousand to a million blocks."""
 from __future__ import annotations
 
 import random
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -213,12 +214,17 @@ class Scaled:
         self.texts.append(key)
 
     def lookup(self) -> Callable[[], int]:
-        """Texts from all over the pool."""
-        tree, chosen = self.pool.tree, random.Random(0).choices(self.texts, k=OPERATIONS)
+        """Prompts that begin with texts from all over the pool."""
+        manager = self.manager
+        requests = [
+            Request(number, [*array("i", text), 0], PARAMS, 16)
+            for number, text in enumerate(random.Random(0).choices(self.texts, k=OPERATIONS))
+        ]
+        assert all(manager.reusable_tokens(request) == 16 * BLOCK_TOKENS for request in requests)  # makes the keys
 
         def run() -> int:
-            for key in chosen:
-                tree.match(tree.root(), key, len(key))
+            for request in requests:
+                manager.reusable_tokens(request)
             return OPERATIONS
 
         return run

@@ -34,45 +34,40 @@ _DENSE_FIRST = "first_k_dense_replace"
 _TELLING_DENSE = 2
 
 
-class FewLayers:
+@contextmanager
+def few_layers(config: Mapping[str, Any], name: str, dtype: str, granule_bytes: int) -> Iterator[FewLayers]:
     """Dry runs of the model that ``config`` describes. ``ModelError`` when transformers can't build it.
 
     ``granule_bytes`` is the unit of physical memory on the device that is planned for.
     """
+    with tempfile.TemporaryDirectory(prefix="onebudget-plan-") as folder:
+        yield FewLayers(config, name, dtype, granule_bytes, Path(folder))
 
-    def __init__(self, config: Mapping[str, Any], name: str, dtype: str, granule_bytes: int) -> None:
+
+class FewLayers:
+    """Dry runs of one model; ``folder`` holds its config and nothing else. Made by ``few_layers``."""
+
+    def __init__(self, config: Mapping[str, Any], name: str, dtype: str, granule_bytes: int, folder: Path) -> None:
         self._granule_bytes = granule_bytes
-        self._kept = tempfile.TemporaryDirectory(prefix="onebudget-plan-")
-        self._whole_folder = _write(Path(self._kept.name) / "whole", config)
         self._name = name
+        self.folder = _write(folder / "whole", config)
         self.facts = facts_from_config(config, name=name)
         if "linear" in self.facts.layers:
             raise ModelError(f"{name} has recurrent layers, and our engine runs attention only.")
-        module = _meta(self._whole_folder, dtype)
+        module = _meta(self.folder, dtype)
         self._weights = {dtype: _held_bytes(module)}
-        few = json.loads(json.dumps(config))
-        kinds = _kinds(module, len(self.facts.layers))
-        if text_part(few).get(_DENSE_FIRST, 0) > _TELLING_DENSE:
-            kinds = kinds[int(text_part(few)[_DENSE_FIRST]) - _TELLING_DENSE :]
-            text_part(few)[_DENSE_FIRST] = _TELLING_DENSE
-        wanted = telling_layers(kinds)
-        self._all_run = wanted == len(self.facts.layers)
-        if not self._all_run:
-            first_layers(text_part(few), wanted)
-        self._few_folder = _write(Path(self._kept.name) / "few", few)
+        few = _shortened(config, _kinds(module, len(self.facts.layers)))
+        self._few_folder = _write(folder / "few", few)
         self._few_facts = facts_from_config(few, name=name)
+        self._all_run = few == config
 
     @property
-    def folder(self) -> Path:
-        """Holds the config of the whole model, and nothing else."""
-        return self._whole_folder
-
-    def close(self) -> None:
-        self._kept.cleanup()
+    def layers_run(self) -> int:
+        return len(self._few_facts.layers)
 
     def weights_bytes(self, dtype: str) -> int:
         if dtype not in self._weights:
-            self._weights[dtype] = _held_bytes(_meta(self._whole_folder, dtype))
+            self._weights[dtype] = _held_bytes(_meta(self.folder, dtype))
         return self._weights[dtype]
 
     def profile(self, dtype: str, config: BudgetConfig) -> ProfileResult:
@@ -144,6 +139,19 @@ def _meta(folder: Path, dtype: str) -> Any:
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"transformers can't build a model from this config: {reason}") from error
+
+
+def _shortened(config: Mapping[str, Any], kinds: Sequence[object]) -> dict[str, Any]:
+    """The config with as many layers as tell everything; the same where that is all of them."""
+    few: dict[str, Any] = json.loads(json.dumps(config))
+    text = text_part(few)
+    dense = int(text.get(_DENSE_FIRST) or 0)
+    if dense > _TELLING_DENSE:
+        kinds = kinds[dense - _TELLING_DENSE :]
+        text[_DENSE_FIRST] = _TELLING_DENSE
+    if telling_layers(kinds) < int(text["num_hidden_layers"]):
+        first_layers(text, telling_layers(kinds))
+    return few
 
 
 def _held_bytes(module: Any) -> int:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from onebudget.budget.cost import CacheCost
 from onebudget.budget.ledger import HostLine
-from onebudget.budget.split import split_host_budget
 from onebudget.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -45,21 +42,3 @@ def with_host_lines(request: PlanRequest, ledger: Ledger, *, host_memory_bytes: 
 def host_total_bytes(lines: list[HostLine], ranks: int) -> int:
     """What the ranks of one host take together: lines of a rank count once for each."""
     return sum(line.bytes * (ranks if line.per == "rank" else 1) for line in lines if line.name != TOTAL)
-
-
-def tier_shares(total_bytes: int, pools: Mapping[str, int]) -> dict[str, int]:
-    """One host budget divided between the pools of a rank, in proportion to their bytes on the card. Each pool taking
-    the whole budget would take it several times."""
-    names = list(pools)
-    left, weight, shares = total_bytes, sum(pools.values()), {}
-    for name in names[:-1]:
-        rest = weight - pools[name]
-        split = split_host_budget(left, CacheCost(rest), CacheCost(pools[name]))
-        shares[name] = split.draft_bytes
-        left, weight = split.target_bytes, rest
-    return {**shares, names[-1]: left} if names else {}
-
-
-def pinned_bytes(nbytes: int) -> int:
-    """What a caching allocator of pinned memory takes for one block: the next power of two."""
-    return 1 << max(0, nbytes - 1).bit_length() if nbytes else 0

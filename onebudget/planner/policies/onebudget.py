@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,6 +25,8 @@ from onebudget.units import MIB, ceil_div
 
 if TYPE_CHECKING:
     from onebudget.budget.profile import ProfileResult
+    from onebudget.engine.graph_budget import GraphDeclaration
+    from onebudget.planner.dry_run import FewLayers
 
 HOST = "host"
 CUDA_PAGE_BYTES = 2 * MIB
@@ -184,7 +186,7 @@ def _by_dry_run(case: Case) -> Ledger:
 
     with _few_layers(case) as few:
         weights = _weights(case, few.weights_bytes(case.dtype))
-        dry = _OnCard(few, case, few.weights_bytes)
+        dry = _OnCard(few, case)
         profile = dry.profile(case.dtype, case.config)
         device = open_device(
             "fake", capacity_bytes=case.total_bytes, gpu=case.request.gpu.name, granularity_bytes=case.granule_bytes,
@@ -211,31 +213,25 @@ def _refused(error: BudgetError) -> Ledger:
     return error.ledger.replace(warnings=(*error.ledger.warnings, numbers))
 
 
-@contextmanager
-def _few_layers(case: Case) -> Iterator[Any]:
-    from onebudget.planner.dry_run import FewLayers
+def _few_layers(case: Case) -> AbstractContextManager[FewLayers]:
+    from onebudget.planner.dry_run import few_layers
 
     config = config_of_rank(case.request.model.config, case.request.layout)
-    few = FewLayers(config, case.request.model.name, case.dtype, case.granule_bytes)
-    try:
-        yield few
-    finally:
-        few.close()
+    return few_layers(config, case.request.model.name, case.dtype, case.granule_bytes)
 
 
 class _OnCard:
     """Dry runs as the card would show them: with the driver's context, other processes, and weights as they are
     stored."""
 
-    def __init__(self, few: Any, case: Case, plain_bytes: Any) -> None:
+    def __init__(self, few: FewLayers, case: Case) -> None:
         self._few = few
         self._case = case
-        self._plain_bytes = plain_bytes
 
     def profile(self, dtype: str, config: BudgetConfig) -> ProfileResult:
-        seen: ProfileResult = self._few.profile(dtype, config)
+        seen = self._few.profile(dtype, config)
         case = self._case if dtype == self._case.dtype else replace(self._case, dtype=dtype)
-        plain = self._plain_bytes(dtype)
+        plain = self._few.weights_bytes(dtype)
         more = _weights(replace(case, kind=_kind_for(case.kind, dtype)), plain).bytes - plain
         return replace(
             seen,
@@ -245,7 +241,7 @@ class _OnCard:
             device_used_bytes=seen.device_used_bytes + more + case.context_bytes + case.others_bytes,
         )
 
-    def graphs(self, dtype: str, config: BudgetConfig) -> Any:
+    def graphs(self, dtype: str, config: BudgetConfig) -> GraphDeclaration | None:
         """None where several ranks share a model: the engine captures none there."""
         return self._few.graphs(dtype, config) if self._case.request.layout.tp == 1 else None
 

@@ -1,9 +1,11 @@
 """Plans against what real engines printed: every case planned from its settings alone.
 
-    python bench/accuracy.py [--json FILE] [--grades AB] [--all] [--parts]
+    python bench/accuracy.py [--cases FILE] [--grades AB] [--json FILE] [--peers BIN_FOLDER] [--parts]
 
-The error is in KV tokens where the engine printed them, else in blocks or bytes. ``--parts`` gives the plan the printed
-weights, peak and other parts instead, and checks that the pool follows. Only ``GIVEN`` keys of a case are read to plan.
+The error is in KV tokens where the engine printed them, else in blocks or bytes. ``--cases`` takes further cases of the
+same form, or as collected from logs, with configs in a folder beside them. ``--parts`` gives each engine's equation the
+printed parts instead, and checks that the pool follows. ``--peers`` asks other planners the same 16-bit questions. Only
+the ``GIVEN`` keys of a case are read to plan.
 """
 
 from __future__ import annotations
@@ -11,30 +13,21 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import re
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
+from accuracy_cases import CASES, load_cases, request_for, truth
+from accuracy_parts import rebuild_misses
+
 from onebudget.budget.ledger import Ledger
 from onebudget.errors import ConfigError, ModelError, OneBudgetError
-from onebudget.planner.catalogue.gpus import GpuFacts, find_gpu
 from onebudget.planner.policies import policy_for
-from onebudget.planner.policies.base import PlanRequest
-from onebudget.planner.source import ModelSource
-from onebudget.planner.weights import ParallelLayout
 from onebudget.units import GIB
 
-CASES = Path(__file__).parents[1] / "tests" / "cases"
-GIVEN = (
-    "engine", "version", "as_of", "gpu", "n_gpus", "tp", "pp", "dp", "ep", "model", "config", "weights_dtype",
-    "kv_dtype", "settings",
-)  # fmt: skip
 PLAIN = ("dense", "moe", "mla_moe")
-ENGINE_ALIASES = {"aphrodite (vLLM V0 fork)": "vllm"}
 
 
 @dataclass(frozen=True)
@@ -58,97 +51,6 @@ class Result:
     even: bool
 
 
-def load_cases(path: Path = CASES / "engine_logs.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def request_for(case: Mapping[str, Any]) -> tuple[str, PlanRequest]:
-    """Engine and request of a case, from its given facts alone. Raises ``ConfigError`` where the card is unknown."""
-    given = {key: case["given"].get(key) for key in GIVEN}
-    engine = ENGINE_ALIASES.get(given["engine"], given["engine"])
-    gpu, total = card(given["gpu"] or {}, given["n_gpus"] or 1)
-    tp, pp, dp = given["tp"] or 1, given["pp"] or 1, given["dp"] or 1
-    ep = tp * dp if given["ep"] else 1
-    if not given["config"]:
-        raise ModelError("the case has no config")
-    config = json.loads((CASES / "configs" / given["config"]).read_text(encoding="utf-8"))
-    return engine, PlanRequest(
-        model=ModelSource(str(given["model"] or ""), config, "case"),
-        gpu=gpu,
-        n_gpus=max(given["n_gpus"] or 1, tp * pp),
-        layout=ParallelLayout(tp=tp, pp=pp, dp=dp, ep=ep),
-        engine_version=given["version"],
-        weights_dtype=_known_format(given["weights_dtype"]),
-        kv_dtype=given["kv_dtype"],
-        settings=given["settings"] or {},
-        as_of=date.fromisoformat(given["as_of"]) if given["as_of"] else None,
-        total_bytes=total,
-        stage_total_bytes=stage_totals(given["gpu"] or {}, pp),
-    )
-
-
-def stage_totals(gpu: Mapping[str, Any], stages: int) -> tuple[int, ...] | None:
-    """Totals of unlike cards, one for each pipeline stage, where the case names them all."""
-    names = str(gpu.get("name") or "").split("+")
-    facts = [_facts(name.strip()) for name in names]
-    if len(names) != stages or len(names) == 1:
-        return None
-    return tuple(card.total_bytes for card in facts if card is not None) if None not in facts else None
-
-
-def _known_format(text: str | None) -> str | None:
-    return None if text in (None, "None") else text
-
-
-def card(gpu: Mapping[str, Any], count: int) -> tuple[GpuFacts, int | None]:
-    """The card a case names and its total where the engine printed one; nominal sizes give way to the catalogue."""
-    del count
-    total, kind = gpu.get("total_gib"), gpu.get("total_kind")
-    facts = _facts(str(gpu.get("name") or ""))
-    printed = round(total * GIB) if total and (kind in ("printed_by_engine", "stated_usable") or not facts) else None
-    if printed and kind in ("nominal", "nvidia_smi"):
-        printed = printed * 983 // 1000
-    if facts is None and printed is None:
-        raise ConfigError(f"the card {gpu.get('name')!r} is not known")
-    return facts or GpuFacts(name="custom", total_bytes=printed or 0), printed
-
-
-def _facts(name: str) -> GpuFacts | None:
-    plain = re.sub(r"\(.*?\)|class|\d+ MiB|\d+GiB|, .*", "", name).strip()
-    tries = [name, plain, plain.split("/")[0], plain.split("+")[0], re.sub(r"^(DGX Spark|RTX 2x)\s*", "", plain)]
-    words = plain.split()
-    tries += [" ".join(words[:count]) for count in range(len(words), 0, -1)]
-    for text in tries:
-        try:
-            if any(sign.isdigit() for sign in text):
-                return find_gpu(text.strip())
-        except ConfigError:
-            continue
-    size = re.match(r"(\d+)\s?GB", plain)
-    stand_in = {"24": "RTX-3090-24GB", "32": "RTX-5090-32GB", "16": "RTX-4080-16GB", "80": "A100-SXM-80GB"}
-    return find_gpu(stand_in[size[1]]) if size and size[1] in stand_in else None
-
-
-def truth(case: Mapping[str, Any]) -> tuple[str, int] | None:
-    """What the engine printed: tokens, else blocks, else bytes of the pool."""
-    said = case["reported"]
-    if said.get("full_layer_tokens"):
-        return "tokens", int(said["full_layer_tokens"])
-    if said.get("kv_tokens"):
-        return "tokens", int(said["kv_tokens"])
-    if said.get("kv_blocks"):
-        return "blocks", int(said["kv_blocks"])
-    for key, scale in (("kv_pool_gib", GIB), ("kv_total_mib", 2**20), ("kv_buffer_mib", 2**20)):
-        value = said.get(key)
-        if isinstance(value, list):
-            value = sum(value)
-        if value and value > 0:
-            return "bytes", round(value * scale)
-    if said.get("k_gib"):
-        return "bytes", round((said["k_gib"] + said["v_gib"]) * GIB)
-    return None
-
-
 def planned(ledger: Ledger, unit: str) -> tuple[int, int, int]:
     """The plan's figure in that unit, and its bounds."""
     kv = ledger.kv_cache
@@ -165,7 +67,7 @@ def planned(ledger: Ledger, unit: str) -> tuple[int, int, int]:
 def judge(case: Mapping[str, Any]) -> Result | None:
     """The case planned and compared; None where it can't be (no figure, no config, unknown card)."""
     said = truth(case)
-    if said is None or not case["given"].get("config"):
+    if said is None:
         return None
     try:
         engine, request = request_for(case)
@@ -173,50 +75,39 @@ def judge(case: Mapping[str, Any]) -> Result | None:
         return None
     try:
         ledger = policy_for(engine).plan(request)
+    except ModelError:
+        return None
     except OneBudgetError as error:
-        if isinstance(error, ModelError):
-            return None  # a config of parts: nothing could be sized from it
-        return _failed(case, engine, said, str(error))
-    unit, true = said
-    guess, low, high = planned(ledger, unit)
-    arch, given = case["arch"], case["given"]
-    return Result(
-        id=case["id"],
-        engine=engine,
-        arch=arch,
-        grade=case["grade"],
-        unit=unit,
-        true=true,
-        planned=guess,
-        error=guess / true - 1,
-        low=low,
-        high=high,
-        inside=low <= true <= high,
-        width=(high - low) / max(guess, 1),
-        cause=cause(case, ledger),
-        plain=arch in PLAIN and (given.get("pp") or 1) == 1,
-        even=is_even(case["id"]),
-    )
+        return _result(case, engine, said, (0, 0, 0), str(error))
+    guess, low, high = planned(ledger, said[0])
+    return _result(case, engine, said, (guess, low, high), cause(case, ledger))
 
 
-def _failed(case: Mapping[str, Any], engine: str, said: tuple[str, int], why: str) -> Result:
+def _result(
+    case: Mapping[str, Any], engine: str, said: tuple[str, int], plan: tuple[int, int, int], why: str
+) -> Result:
+    (unit, true), (guess, low, high) = said, plan
     return Result(
-        case["id"],
-        engine,
-        case["arch"],
-        case["grade"],
-        said[0],
-        said[1],
-        0,
-        -1.0,
-        0,
-        0,
-        False,
-        0.0,
-        why,
-        case["arch"] in PLAIN,
-        is_even(case["id"]),
-    )
+        id=case["id"], engine=engine, arch=case["arch"], grade=case["grade"], unit=unit, true=true, planned=guess,
+        error=guess / true - 1, low=low, high=high, inside=low <= true <= high, width=(high - low) / max(guess, 1),
+        cause=why, plain=case["arch"] in PLAIN and (case["given"].get("pp") or 1) == 1, even=is_even(case["id"]),
+    )  # fmt: skip
+
+
+def refusals(cases: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Cases with a printed pool, a config and a card or a total that can't be planned, and why."""
+    found = []
+    for case in cases:
+        given = case["given"]
+        card = given.get("gpu") or {}
+        if truth(case) is None or not given.get("config") or not (card.get("name") or card.get("total_gib")):
+            continue
+        try:
+            engine, request = request_for(case)
+            policy_for(engine).plan(request)
+        except OneBudgetError as error:
+            found.append(f"{case['id']}: {error}")
+    return found
 
 
 def cause(case: Mapping[str, Any], ledger: Ledger) -> str:
@@ -305,56 +196,27 @@ def summary_table(sums: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def rebuilt(case: Mapping[str, Any]) -> tuple[float, float] | None:
-    """vLLM's pool from its printed parts, and the printed pool, both in GiB; None where a part was not printed."""
-    said = case["reported"]
-    pool, budget = said.get("kv_pool_gib"), said.get("budget_gib")
-    util = (case["given"].get("settings") or {}).get("gpu_memory_utilization")
-    if pool is None or (budget is None and not (said.get("total_gib") and util)):
-        return None
-    start = budget if budget is not None else said["total_gib"] * util
-    if said.get("consumed_weights_plus_nontorch_gib") is not None:
-        parts = [said["consumed_weights_plus_nontorch_gib"], said.get("activation_peak_gib")]
-    else:
-        peak = said.get("activation_peak_gib")
-        if peak is None and said.get("peak_torch_memory_gib"):
-            peak = said["peak_torch_memory_gib"] - said["weights_gib"]
-        parts = [said.get("weights_gib"), peak, said.get("non_torch_gib")]
-        if said.get("graph_estimate_gib") and not said.get("activation_includes_graph_estimate"):
-            parts.append(said["graph_estimate_gib"])
-    if any(part is None for part in parts):
-        return None
-    return start - sum(parts), pool
-
-
-def rebuild_misses(cases: Iterable[Mapping[str, Any]]) -> tuple[int, list[str]]:
-    """How many pools were rebuilt from parts, and those off by more than the larger of 0.5 % and 0.02 GiB."""
-    count, misses = 0, []
-    for case in cases:
-        both = rebuilt(case)
-        if both is None:
-            continue
-        count += 1
-        mine, pool = both
-        if abs(mine - pool) > max(0.005 * abs(pool), 0.02) + 0.0051:  # printed with two decimals
-            misses.append(f"{case['id']}: {mine:.2f} for {pool:.2f} GiB")
-    return count, misses
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=Path, default=CASES / "engine_logs.jsonl", help="cases, one a line")
     parser.add_argument("--json", type=Path, help="write every result and the summaries")
     parser.add_argument("--grades", default="AB", help="which grades of cases count")
-    parser.add_argument("--parts", action="store_true", help="rebuild pools from the printed parts")
+    parser.add_argument("--peers", type=Path, help="folder with the programs of other planners")
+    parser.add_argument("--parts", action="store_true", help="rebuild pools from the printed parts, of all grades")
     chosen = parser.parse_args()
-    cases = [case for case in load_cases() if case["grade"] in chosen.grades]
+    everything = load_cases(chosen.cases)
     if chosen.parts:
-        count, misses = rebuild_misses(cases)
-        print(f"{count} pools rebuilt from their printed parts, {len(misses)} off:", *misses, sep="\n")
+        counts, misses = rebuild_misses(everything)
+        print(f"pools rebuilt from their printed parts: {counts}, {len(misses)} off:", *misses, sep="\n")
         return
+    cases = [case for case in everything if case["grade"] in chosen.grades]
     results = [result for result in map(judge, cases) if result is not None]
     sums = summaries(results)
-    print(table(results), summary_table(sums), sep="\n\n")
+    print(table(results), summary_table(sums), "Not planned:\n" + "\n".join(refusals(cases)), sep="\n\n")
+    if chosen.peers:
+        from accuracy_peers import side_by_side
+
+        print("", side_by_side(cases, results, chosen.peers), sep="\n")
     if chosen.json:
         document = {"results": [asdict(result) for result in results], "summaries": sums}
         chosen.json.write_text(json.dumps(document, indent=1), encoding="utf-8")

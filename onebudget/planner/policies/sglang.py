@@ -122,16 +122,19 @@ def _leftovers() -> Figure:
 
 
 def default_fraction(
-    settings: dict[str, Any], version: EngineVersion, dims: Dims, smi_mib: int, request: PlanRequest
+    settings: dict[str, Any], version: EngineVersion, dims: Dims | None, smi_mib: int, request: PlanRequest
 ) -> float:
-    """The share where the user sets none: a table by ranks until 0.4.6, then what a reserve in MiB leaves."""
+    """The share where the user sets none: a table by ranks until 0.4.6, then what a reserve in MiB leaves.
+
+    ``dims`` None: a model whose encoder, if it has one, is not known.
+    """
     tp, pp = request.layout.tp, request.layout.pp
     if not version.at_least(0, 4, 7):
         share = _table_fraction(version, tp, smi_mib)
     else:
         reserve = _reserve_mib(settings, version, tp, pp, smi_mib, request.layout.dp)
         share = round((smi_mib - reserve) / smi_mib, 3)
-    if dims.multimodal and dims.vision_hidden and dims.vision_layers:
+    if dims is not None and dims.multimodal and dims.vision_hidden and dims.vision_layers:
         size = dims.vision_layers * dims.vision_hidden**2 / (24 * 1024**2)
         share *= 0.95 * min(max(1 - 0.1 * (size - 1), 0.8), 1.05)
     return min(max(share, 0.05), 0.99)

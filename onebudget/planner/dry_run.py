@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onebudget.device.meter import ALLOCATOR_ROUNDING_BYTES
-from onebudget.engine.assembly import kv_cost
 from onebudget.engine.dry_runs import dry_profile
 from onebudget.engine.graph_budget import declare_graphs
 from onebudget.engine.kv_cache import layer_groups
 from onebudget.errors import ModelError, OneBudgetError
-from onebudget.models.facts import facts_from_config
+from onebudget.models.facts import ModelFacts, facts_from_config
 from onebudget.models.load import meta_model, weight_bytes
 from onebudget.planner.rank_config import first_layers, text_part
 from onebudget.units import align_up
@@ -76,8 +75,8 @@ class FewLayers:
         if self._all_run:
             return few
         weights = self.weights_bytes(dtype) - few.model_bytes
-        pools = self._pools_bytes(few, dtype, config)
-        more = weights + pools - few.allocated_bytes
+        before, after = (self._pools(few, facts, dtype, config) for facts in (self._few_facts, self.facts))
+        more = weights + _rounded(after) - _rounded(before)
         used = few.torch_used_bytes + more
         return replace(
             few,
@@ -85,7 +84,7 @@ class FewLayers:
             torch_peak_bytes=few.torch_peak_bytes + more,
             torch_used_bytes=used,
             device_used_bytes=self._physical_bytes(few, used),
-            allocated_bytes=pools,
+            allocated_bytes=sum(after),
         )
 
     @contextmanager
@@ -100,13 +99,10 @@ class FewLayers:
                 raise
             raise ModelError(f"the steps of {self._name} can't be run here: {str(error).splitlines()[0]}") from error
 
-    def _pools_bytes(self, few: ProfileResult, dtype: str, config: BudgetConfig) -> int:
-        """The temporary pools of the whole model: those of each group have as many tokens as with few layers."""
-        one, whole = (
-            sum(group.bytes_per_token for group in layer_groups(facts, dtype, config))
-            for facts in (self._few_facts, self.facts)
-        )
-        return few.allocated_bytes // one * whole if one else 0
+    def _pools(self, few: ProfileResult, facts: ModelFacts, dtype: str, config: BudgetConfig) -> list[int]:
+        """Bytes of the temporary pool of each group: all have as many tokens, and as many as with few layers."""
+        tokens = few.allocated_bytes // max(1, _token_bytes(self._few_facts, dtype, config))
+        return [tokens * group.bytes_per_token for group in layer_groups(facts, dtype, config)]
 
     def _physical_bytes(self, few: ProfileResult, used_bytes: int) -> int:
         """``used_bytes`` in whole pages; tensors outside the pool and pages with holes are as many as with few
@@ -120,8 +116,16 @@ class FewLayers:
             declared = declare_graphs(self._few_folder, self._few_facts, dtype, config)
         if declared is None or self._all_run:
             return declared
-        few, whole = (kv_cost(facts, dtype, config).slope for facts in (self._few_facts, self.facts))
+        few, whole = (_token_bytes(facts, dtype, config) for facts in (self._few_facts, self.facts))
         return replace(declared, padding_bytes=declared.padding_bytes * whole // few if few else 0)
+
+
+def _token_bytes(facts: ModelFacts, dtype: str, config: BudgetConfig) -> int:
+    return sum(group.bytes_per_token for group in layer_groups(facts, dtype, config))
+
+
+def _rounded(buffers: Sequence[int]) -> int:
+    return sum(align_up(size, ALLOCATOR_ROUNDING_BYTES) for size in buffers)
 
 
 def _write(folder: Path, config: Mapping[str, Any]) -> Path:
@@ -159,12 +163,13 @@ def _held_bytes(module: Any) -> int:
 
 
 def telling_layers(kinds: Sequence[object]) -> int:
-    """Layers from the first on that show every kind of layer. The first layer's input is the embedding itself, which
-    later ones keep beside their own, so its kind must be seen again where there is more of it."""
-    if not kinds:
-        return 0
+    """Layers from the first on that show every kind of layer, and one more.
+
+    The first layer's input is the embedding itself, which later ones keep beside their own, so its kind must be seen
+    again where there is more of it; and what the last layer leaves must be seen by another.
+    """
     later = {kind: at for at, kind in reversed(list(enumerate(kinds))) if at}
-    return 1 + max(later.values(), default=0)
+    return min(len(kinds), 2 + max(later.values(), default=0))
 
 
 def _kinds(module: Any, count: int) -> list[tuple[object, ...]]:

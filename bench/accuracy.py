@@ -56,7 +56,8 @@ def planned(ledger: Ledger, unit: str) -> tuple[int, int, int]:
     kv = ledger.kv_cache
     low_bytes, high_bytes = kv.low_bytes or 0, kv.high_bytes or 0
     if unit == "tokens":
-        return kv.tokens or (kv.low_tokens or 0), kv.low_tokens or 0, kv.high_tokens or 0
+        low, high = kv.low_tokens or 0, kv.high_tokens or 0
+        return kv.tokens or (low + high) // 2, low, high
     pool = kv.bytes or (low_bytes + high_bytes) // 2
     if unit == "bytes":
         return pool, low_bytes, high_bytes

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from onebudget.errors import ModelError
+from onebudget.planner.policies.compressed import CompressedShape, compressed_shape, is_compressed
 
 LayerKind = Literal["full", "sliding", "chunked", "state", "shared"]
 
@@ -37,7 +38,8 @@ class StateShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerDims:
-    """How one layer caches a token: heads and widths, or one latent (``kv_heads`` 0), or a state; ``window`` tokens."""
+    """How one layer caches a token: heads and widths, or one latent (``kv_heads`` 0), or a state; ``window`` tokens.
+    ``ratio`` tokens share one entry of a compressed cache."""
 
     kind: LayerKind
     kv_heads: int = 0
@@ -45,6 +47,7 @@ class LayerDims:
     v_dim: int = 0
     latent: int = 0
     window: int | None = None
+    ratio: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,7 @@ class Dims:
     rope: int = 0
     v_head: int = 0
     state: StateShape | None = None
+    compressed: CompressedShape | None = None
     draft_layers: int = 0
     output_gate: bool = False
     per_layer_input: int = 0
@@ -116,22 +120,27 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> Dims:
     kv_lora, rope = first.whole("kv_lora_rank"), first.whole("qk_rope_head_dim")
     vision = config.get("vision_config") or {}
     family = str(text.get("model_type") or config.get("model_type") or "").lower()
+    compressed = compressed_shape(first.whole, first.get, count) if is_compressed(family) else None
+    rope = compressed.rope if compressed else rope
+    layers = _compressed_layers(compressed, head_dim) if compressed else None
     return Dims(
         name=name or str(config.get("_model_id", "")), family=family, hidden=hidden,
         vocab=first.whole("vocab_size") or _FAMILY_VOCAB.get(family.removesuffix("_text"), 0),
         heads=heads or hidden * 6 // 5 // head_dim, kv_heads=kv_heads, head_dim=head_dim,
-        intermediate=_intermediate(first, hidden), layers=_layers(first, count, kv_heads, head_dim, kv_lora + rope),
+        intermediate=_intermediate(first, hidden),
+        layers=layers or _layers(first, count, kv_heads, head_dim, kv_lora + rope),
         max_len=first.whole("max_position_embeddings", "n_positions", "max_sequence_length"),
         tied=bool(first.get("tie_word_embeddings", _tied_by_default(family))),
         element_bytes=4 if str(first.get("torch_dtype") or first.get("dtype")) == "float32" else _HALF,
         gated=family not in ("opt", "gpt2", "gpt_neox", "falcon", "nemotron_h", "starcoder2"),
         experts=first.whole("num_experts", "n_routed_experts", "num_local_experts"),
-        experts_per_token=first.whole("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
+        experts_per_token=first.whole("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+        or (6 if compressed else 0),  # the default of the family's public configuration class
         expert_intermediate=_expert_intermediate(first),
         shared_intermediate=_shared_intermediate(first),
         dense_layers=first.whole("first_k_dense_replace"), q_lora=first.whole("q_lora_rank"), kv_lora=kv_lora,
         nope=first.whole("qk_nope_head_dim"), rope=rope, v_head=first.whole("v_head_dim"),
-        state=_state(first),
+        state=_state(first), compressed=compressed,
         draft_layers=first.whole("num_nextn_predict_layers", "mtp_num_hidden_layers"),
         per_layer_input=first.whole("hidden_size_per_layer_input"),
         output_gate=bool(first.get("attn_output_gate")) or family.startswith(("qwen3_next", "qwen3_5")),
@@ -246,6 +255,18 @@ def _layers(reader: _Reader, count: int, kv_heads: int, head_dim: int, latent: i
             layers.append(LayerDims(kind, wide_heads, wide_dim, v_dim or wide_dim))
         else:
             layers.append(LayerDims(kind, window_heads, head_dim, v_dim or head_dim, window=window))
+    return tuple(layers)
+
+
+def _compressed_layers(shape: CompressedShape, head_dim: int) -> tuple[LayerDims, ...]:
+    """Layers with a compressed cache, at their average elements per token; the others have a window alone."""
+    layers = []
+    for ratio in shape.ratios:
+        if ratio:
+            latent = -(-(head_dim + (shape.index_dim if ratio == 4 else 0)) // ratio)
+            layers.append(LayerDims("full", latent=latent, ratio=ratio))
+        else:
+            layers.append(LayerDims("sliding", latent=head_dim, window=shape.window))
     return tuple(layers)
 
 

@@ -45,7 +45,7 @@ FORMATS: Mapping[str, WeightFormat] = {
     "int4": WeightFormat("int4", _bits((4, 1), (16, 128)), spread=0.04),
     "nvfp4": WeightFormat("nvfp4", _bits((4, 1), (8, 16)), spread=0.08, fused=True),
     "mxfp4": WeightFormat("mxfp4", _bits((4, 1), (8, 32)), experts_only=True, spread=0.07),
-    "fp4_fp8": WeightFormat("fp4_fp8", _bits((4, 1), (8, 32)), spread=0.1, fused=True, attention=Fraction(8)),
+    "fp4_fp8": WeightFormat("fp4_fp8", _bits((4, 1), (8, 32)), spread=0.02, fused=True, attention=Fraction(8)),
     "nf4": WeightFormat("nf4", _bits((4, 1), (8, 64), (32, 16384)), spread=0.03),
     "exl3": WeightFormat("exl3", Fraction(4), spread=0.1),
     "q8_0": WeightFormat("q8_0", _bits((17, 2)), table_bits=9, spread=0.02),

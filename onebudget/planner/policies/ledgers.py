@@ -36,7 +36,7 @@ class Budget:
 class Pool:
     """How bytes become tokens: ``tokens`` is the figure the engine prints, ``blocks`` what it allocates.
 
-    ``token_spread``: a factor by which the tokens may be off even where the bytes are known.
+    ``token_factors``: how far the tokens may be off, down and up, even where the bytes are known.
     """
 
     tokens: Callable[[int], int]
@@ -47,7 +47,7 @@ class Pool:
     concurrency: Callable[[int], float]
     groups: Callable[[int], Sequence[KVGroup]] = lambda nbytes: ()
     needed_bytes: int = 0
-    token_spread: float = 1.0
+    token_factors: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +134,8 @@ def _kv_line(pool: Pool, nbytes: int, low: int, high: int) -> KVCacheLine:
         groups=tuple(pool.groups(nbytes)) if nbytes else (),
         low_bytes=low,
         high_bytes=high,
-        low_tokens=int(pool.tokens(low) / pool.token_spread),
-        high_tokens=int(pool.tokens(high) * pool.token_spread),
+        low_tokens=int(pool.tokens(low) * pool.token_factors[0]),
+        high_tokens=int(pool.tokens(high) * pool.token_factors[1]),
         basis="modelled",
     )
 

@@ -14,6 +14,7 @@ from onebudget.planner.policies.ledgers import Budget, Outcome, Part, Pool, buil
 from onebudget.planner.policies.settings import check_settings, fraction, switch, whole
 from onebudget.planner.policies.versions import EngineVersion, read_version
 from onebudget.planner.policies.vllm.groups import CachedLayer, cached_layers
+from onebudget.planner.policies.vllm.outside import LINKED_BANDWIDTH as _LINKED_BANDWIDTH
 from onebudget.planner.policies.vllm.outside import context_bytes
 from onebudget.planner.policies.weight_rules import Shard, weights_on_rank
 from onebudget.units import GIB, MIB, align_down, align_up
@@ -105,13 +106,18 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
 
 
 def _free_before_load(request: PlanRequest, total: int) -> Figure:
-    """Total less the context and, with several ranks, the communicators: 0.6 to 1.1 GiB on one card, 1.5 to 3 more."""
+    """Total less the context and, with several ranks, the communicators.
+
+    Logs print 22.4 to 22.8 GiB free on cards of 24 GB before loading, 78.6 on one of 80 GB, and on linked cards 1.5 to
+    3 GiB less than their total.
+    """
     context = context_bytes(request.gpu)
-    held = context.bytes + GIB // 10
-    wide = GIB // 2
+    linked = (request.gpu.bandwidth_bytes_per_s or 0) > _LINKED_BANDWIDTH
+    held = context.bytes + (GIB // 10 if linked else GIB // 3)
+    wide = GIB // 4
     if request.layout.tp * request.layout.pp > 1:
-        held += GIB * 9 // 10
-        wide = GIB
+        held += GIB * 9 // 10 if linked else GIB // 10
+        wide = GIB if linked else GIB // 2
     free = min(total, request.free_bytes) if request.free_bytes else total - held
     return Figure(free, free - wide, min(free + wide, total), "modelled", "driver, libraries, communicators")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -91,7 +92,10 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
 
 
 def _default_batch(version: EngineVersion) -> int:
-    """Engines were built for 256 requests until 0.13 raised it."""
+    """Engines were built for 256 requests until 0.13 raised it, and for one until 0.10 (from memory of the build tool's
+    help, not checked; the one log of 0.8 in the even half says one)."""
+    if not version.at_least(0, 11):
+        return 1
     return 2048 if version.at_least(0, 13) and not (version.number[:2] == (0, 13) and version.candidate) else 256
 
 
@@ -115,13 +119,16 @@ def _used(
     tokens = whole(settings, "max_num_tokens", 8192) or 8192
     batch = whole(settings, "max_batch_size", _default_batch(version)) or 1
     beams = whole(settings, "max_beam_width", 1) or 1
-    wide, hidden = (5, 4) if kind.fused else (6, 6)
-    width = max(dims.intermediate, dims.experts_per_token * dims.expert_intermediate)
-    forward = tokens * (wide * width // shard.tp + hidden * dims.hidden)
+    weights = weights_on_rank(dims, kind, shard)
+    if pytorch:
+        forward = _profiled(dims, kind, shard, tokens)
+    else:
+        forward = _execution_context(dims, shard, tokens, batch)
+        weights = weights_on_rank(replace(dims, tied=False), kind, shard)  # a built engine stores both tables
     parts = [
         Part("context", "driver", context_bytes(request.gpu), "load"),
-        Part("weights", "models", weights_on_rank(dims, kind, shard), "load"),
-        Part("activations", "profile", Figure(forward, forward // 2, forward * 2, "modelled", f"{tokens} tokens")),
+        Part("weights", "models", weights, "load"),
+        Part("activations", "profile", forward),
     ]
     others = max(total - request.free_bytes, 0) if request.free_bytes else 0
     if others:
@@ -131,13 +138,43 @@ def _used(
             Part("communication", "ranks", Figure(GIB, GIB // 4, 2 * GIB, "modelled", "communicators"), "load")
         )
     if not pytorch:
-        rows = batch * beams * dims.vocab * 4
-        tables = 4 if version.at_least(0, 17) else 7
-        why = f"decoder and runtime buffers: about {tables} tables of {batch} x {dims.vocab} x 4 B"
-        parts.append(
-            Part("fixed_workspace", "decoder", Figure(tables * rows, tables * rows // 3, 8 * rows, "modelled", why))
-        )
+        parts.append(Part("fixed_workspace", "decoder", _decoder_tables(dims, version, batch * beams)))
+        parts.append(Part("runtime", "driver", _runtime(version), "load"))
     return parts
+
+
+def _runtime(version: EngineVersion) -> Figure:
+    """The runtime's own memory: what logs leave unexplained beside context, weights, execution context and decoder. In
+    the even half 0.2 GiB with 0.8.0, 1.1 GiB with 0.13 and 0.75 GiB with 0.14 or 0.15."""
+    best, high = (92, 130) if version.at_least(0, 13) else (20, 60)
+    return Figure(
+        GIB * best // 100, GIB * best // 1000, GIB * high // 100, "modelled", "runtime, libraries and tactics"
+    )
+
+
+def _profiled(dims: Dims, kind: WeightFormat, shard: Shard, tokens: int) -> Figure:
+    wide, hidden = (5, 4) if kind.fused else (6, 6)
+    width = max(dims.intermediate, dims.experts_per_token * dims.expert_intermediate)
+    forward = tokens * (wide * width // shard.tp + hidden * dims.hidden)
+    return Figure(forward, forward // 2, forward * 2, "modelled", f"{tokens} tokens")
+
+
+def _execution_context(dims: Dims, shard: Shard, tokens: int, batch: int) -> Figure:
+    """The static activations of a built engine: logits of every request in 16 bits, and two wide and two narrow rows
+    for every token (to the megabyte what one log of the even half prints)."""
+    width = max(dims.intermediate, dims.experts_per_token * dims.expert_intermediate) // shard.tp
+    nbytes = batch * dims.vocab * 2 + tokens * 4 * (width + dims.hidden)
+    why = f"execution context for {batch} requests and {tokens} tokens"
+    return Figure(nbytes, nbytes // 4, nbytes * 13 // 10, "modelled", why)  # what it was built for is rarely known
+
+
+def _decoder_tables(dims: Dims, version: EngineVersion, seats: int) -> Figure:
+    """Decoder and runtime buffers, in tables of seats x vocabulary x 4 B: 6.8 in the one log that prints them (even
+    half, 0.14 or 0.15), fewer since."""
+    table = seats * dims.vocab * 4
+    best = 4 * table if version.at_least(0, 17) else table * 677 // 100
+    why = f"decoder and runtime buffers, tables of {seats} x {dims.vocab} x 4 B"
+    return Figure(best, table // 2, 8 * table, "modelled", why)
 
 
 def _pool(request: PlanRequest, settings: dict[str, Any], version: EngineVersion, dims: Dims) -> tuple[Pool, int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from onebudget.planner.policies.base import Figure
+from onebudget.planner.policies.compressed import CompressedShape
 from onebudget.planner.policies.dims import Dims, LayerDims
 from onebudget.planner.policies.formats import WeightFormat
 from onebudget.units import align_up, ceil_div, format_bytes
@@ -62,6 +63,8 @@ def _layer_bits(dims: Dims, layer: LayerDims, index: int, kind: WeightFormat, sh
     plain += dims.hidden * dims.experts
     shared = _mlp(dims, dims.shared_intermediate) // shard.tp
     attention = Fraction(16) if kind.name == "nvfp4" else kind.attention_bits  # checkpoints keep it whole
+    if kind.name == "fp4_fp8":  # only routed experts are in 4 bits
+        other = kind.attention_bits
     return attention * linear + other * shared + kind.bits * _expert_parameters(dims, kind, shard) + 16 * plain
 
 
@@ -85,6 +88,8 @@ def _attention_parameters(dims: Dims, layer: LayerDims, tp: int) -> tuple[int, i
         inner = 2 * dims.hidden * state.inner + dims.hidden * state.conv_width
         small = dims.hidden * 2 * state.heads + state.conv_width * (state.conv_rows + 1)
         return inner // tp, small // tp
+    if dims.compressed is not None:
+        return _compressed_parameters(dims, dims.compressed, layer, tp)
     if layer.latent:
         query = dims.heads * (dims.nope + dims.rope)
         down = dims.hidden * (dims.kv_lora + dims.rope) + (dims.hidden * dims.q_lora)
@@ -98,6 +103,24 @@ def _attention_parameters(dims: Dims, layer: LayerDims, tp: int) -> tuple[int, i
     return queries + dims.hidden * kv_heads * (k_dim + v_dim), 0
 
 
+def _compressed_parameters(dims: Dims, shape: CompressedShape, layer: LayerDims, tp: int) -> tuple[int, int]:
+    """Down-projections, compressors and the scorer are on every rank; up-projections are divided. The second figure is
+    of parts in 16 bits, with those in 32 (the mixing of residual streams) counted twice."""
+    rows = dims.heads * dims.head_dim
+    linear = dims.hidden * (shape.query_rank + dims.head_dim)
+    outputs = rows * shape.output_rank + shape.output_groups * shape.output_rank * dims.hidden
+    linear += (shape.query_rank * rows + outputs) // tp
+    mixing = 2 * shape.streams * dims.hidden * shape.streams * (2 + shape.streams) * 2
+    if layer.window:
+        return linear, mixing
+    overlap = 2 if layer.ratio == 4 else 1
+    plain = dims.hidden * 2 * overlap * dims.head_dim
+    if layer.ratio == 4:
+        linear += shape.query_rank * shape.index_heads * shape.index_dim
+        plain += dims.hidden * (shape.index_heads + 2 * overlap * shape.index_dim)
+    return linear, plain + mixing
+
+
 def _table_bits(dims: Dims, kind: WeightFormat, shard: Shard) -> int:
     rows = align_up(dims.vocab, VOCAB_PADDING) // shard.tp
     both = shard.has_embedding and shard.has_head
@@ -108,6 +131,8 @@ def _table_bits(dims: Dims, kind: WeightFormat, shard: Shard) -> int:
 
 def rope_bytes(dims: Dims) -> int:
     width = dims.rope or dims.head_dim
+    if dims.compressed is not None:  # two tables, one for compressed layers, in 32 bits
+        return dims.max_len * width * 4 * 2
     return min(dims.max_len, 2**20) * width * 2 if dims.max_len and dims.family != "opt" else 0
 
 

@@ -146,9 +146,11 @@ def _caches(dims: Dims, version: EngineVersion) -> bool:
 def _has_v2_runner(version: EngineVersion, dims: Dims) -> bool:
     if version.worker == "V2" or version.at_least(0, 31):
         return True
-    if not version.at_least(0, 22) or dims.is_hybrid or dims.multimodal:
+    if not version.at_least(0, 22) or dims.is_hybrid:
         return False
     if version.at_least(0, 25):
         return not dims.experts or dims.family in _V2_FAMILIES[24]
+    if dims.multimodal:
+        return False
     families = _V2_FAMILIES[24] if version.at_least(0, 24) else _V2_FAMILIES[22]
     return dims.family in families

@@ -6,6 +6,7 @@ from onebudget.planner.policies.base import Figure
 from onebudget.planner.policies.dims import Dims
 from onebudget.planner.policies.formats import WeightFormat
 from onebudget.planner.policies.versions import EngineVersion
+from onebudget.planner.policies.vllm.compressed import profile_bytes_per_token, reserved_bytes
 from onebudget.planner.policies.vllm.defaults import Limits
 from onebudget.planner.policies.weight_rules import VOCAB_PADDING, Shard
 from onebudget.units import GIB, align_up
@@ -21,6 +22,9 @@ RESERVED_PERCENT = 140
 """Until 0.6.3 the peak is what the allocator had reserved, with its holes: 40 % above what was in use where a long
 prompt runs whole (the even-id case with a printed length)."""
 _TRITON_ROWS = 8
+_OLD_KERNELS_PERCENT = 107
+"""Cards before compute capability 8.0 have no FlashAttention; the forward of what stands in takes 7 % more (the even-id
+case on such a card)."""
 
 
 def sampler_bytes_per_logit(version: EngineVersion, limits: Limits) -> int:
@@ -32,13 +36,19 @@ def sampler_bytes_per_logit(version: EngineVersion, limits: Limits) -> int:
     return NATIVE_SORT
 
 
-def profile_peak(dims: Dims, kind: WeightFormat, shard: Shard, limits: Limits, version: EngineVersion) -> Figure:
-    """Activation peak of the profiling run on one rank."""
+def profile_peak(
+    dims: Dims, kind: WeightFormat, shard: Shard, limits: Limits, version: EngineVersion, *, sm: int | None = None
+) -> Figure:
+    """Activation peak of the profiling run on one rank. ``sm``: the card's compute capability, as in 90."""
     tokens = limits.batch_tokens
     rows = min(limits.batch_requests, tokens)
     factor = sampler_bytes_per_logit(version, limits)
     sampler = tokens * dims.hidden * 2 + factor * rows * align_up(dims.vocab, VOCAB_PADDING) if shard.has_head else 0
     forward = tokens * _forward_bytes_per_token(dims, kind, shard, tokens, version)
+    if dims.compressed is not None:
+        forward += reserved_bytes(dims.compressed, dims.head_dim, limits.max_len, tokens)
+    if sm is not None and sm < 80:
+        forward = forward * _OLD_KERNELS_PERCENT // 100
     if not version.at_least(0, 6, 4):
         forward = forward * RESERVED_PERCENT // 100
     kept = _encoder_bytes(dims, tokens)
@@ -63,6 +73,11 @@ def _encoder_bytes(dims: Dims, tokens: int) -> int:
 
 def _forward_bytes_per_token(dims: Dims, kind: WeightFormat, shard: Shard, tokens: int, version: EngineVersion) -> int:
     """Live bytes per token at the widest point of a layer: gate and up, their product, and three hidden rows."""
+    if dims.compressed is not None:
+        return profile_bytes_per_token(
+            dims.compressed, hidden=dims.hidden, heads=dims.heads // shard.tp, head_dim=dims.head_dim,
+            expert_bytes=_expert_bytes_per_token(dims, shard, tokens, version),
+        )  # fmt: skip
     wide, hidden = (5, 4) if kind.fused else (6, 6)
     dense = wide * dims.intermediate // shard.tp + hidden * dims.hidden if not dims.experts or dims.dense_layers else 0
     latent = 0

@@ -11,11 +11,14 @@ from typing import Any, ClassVar
 from onebudget.budget.ledger import KVGroup, Ledger
 from onebudget.errors import ConfigError
 from onebudget.planner.policies.base import EnginePolicy, Figure, PlanRequest, ProfileProvider
+from onebudget.planner.policies.compressed import CompressedShape
 from onebudget.planner.policies.dims import Dims, LayerDims, dims_from_config
 from onebudget.planner.policies.formats import WeightFormat, cache_bits, weight_format
 from onebudget.planner.policies.ledgers import Budget, Outcome, Part, Pool, build_ledger, pool_range
 from onebudget.planner.policies.settings import check_settings, fraction, switch, whole
 from onebudget.planner.policies.versions import EngineVersion, read_version
+from onebudget.planner.policies.vllm.compressed import BLOCK_TOKENS as COMPRESSED_BLOCK
+from onebudget.planner.policies.vllm.compressed import plan_compressed
 from onebudget.planner.policies.vllm.defaults import Limits, find_limits
 from onebudget.planner.policies.vllm.groups import (
     GroupPlan,
@@ -24,7 +27,14 @@ from onebudget.planner.policies.vllm.groups import (
     printed_tokens,
     request_blocks,
 )
-from onebudget.planner.policies.vllm.outside import context_bytes, graph_bytes, non_torch, penalty_buffers
+from onebudget.planner.policies.vllm.outside import (
+    compressed_kernels,
+    context_bytes,
+    graph_bytes,
+    graphs_are_estimated,
+    non_torch,
+    penalty_buffers,
+)
 from onebudget.planner.policies.vllm.peak import profile_peak
 from onebudget.planner.policies.weight_rules import Shard, weights_on_rank
 from onebudget.units import ceil_div
@@ -60,10 +70,6 @@ KNOWN_SETTINGS: Mapping[str, str] = {
     "VLLM_PP_LAYER_PARTITION": "layers of each pipeline stage",
     "VLLM_USE_V1": "which engine core, in versions that have both",
 }
-
-
-_UNKNOWN_LAYOUT = 5.0
-"""Pools of compressed layers with a state per request: their division is not public, so tokens are a range only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,11 +222,12 @@ def _stage(case: Case, shard: Shard) -> Outcome:
     charged = [
         Part("weights", "models", weights, "load"),
         Part("lora", "models", _lora(case, shard), "load"),
-        Part("activations", "profile", profile_peak(dims, case.kind, shard, limits, version)),
+        Part("activations", "profile", profile_peak(dims, case.kind, shard, limits, version, sm=request.gpu.sm)),
         Part("communication" if ranks > 1 else "context", "driver", outside),
+        Part("fixed_workspace", "attention", compressed_kernels(dims)),
     ]
     beside = [Part("context", "driver", context_bytes(request.gpu), "load")]
-    charges_graphs = version.at_least(0, 20) and switch(
+    charges_graphs = graphs_are_estimated(version, limits) and switch(
         case.settings, "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS", default=True
     )
     (charged if charges_graphs else beside).append(Part("graphs", "graphs", graphs, "capture"))
@@ -259,10 +266,16 @@ def _lora(case: Case, shard: Shard) -> Figure:
 
 
 def _pool(case: Case, shard: Shard) -> Pool:
+    if case.dims.compressed is not None:
+        return _compressed_pool(case, case.dims.compressed)
     plan = _groups(case, shard)
     limits, version = case.limits, case.version
     aligned = limits.prefix_caching and case.dims.is_hybrid
+    in_flight = limits.batch_tokens * (2 if version.at_least(0, 26) else 1)  # batches overlap, and both may hold blocks
     per_request = request_blocks(
+        plan, limits.max_len, in_flight, aligned_states=aligned, draft_tokens=case.draft.tokens
+    )
+    alone = request_blocks(
         plan, limits.max_len, limits.batch_tokens, aligned_states=aligned, draft_tokens=case.draft.tokens
     )
     dcp = whole(case.settings, "decode_context_parallel_size", 1) or 1
@@ -285,7 +298,49 @@ def _pool(case: Case, shard: Shard) -> Pool:
         concurrency=lambda nbytes: blocks(nbytes) / per_request,
         groups=lambda nbytes: _ledger_groups(plan, nbytes),
         needed_bytes=needed if limits.worker == "V1" else 1,
-        token_spread=_UNKNOWN_LAYOUT if case.dims.family.startswith("deepseek_v4") else 1.0,
+        token_factors=_unknown_modes(case, plan, per_request, alone),
+    )
+
+
+def _unknown_modes(case: Case, plan: GroupPlan, blocks: int, alone: int) -> tuple[float, float]:
+    """How far tokens may be off because a log rarely says whether batches overlap, or which version's default for
+    reusing states of hybrids holds. The token line is in longest requests from 0.20 on only."""
+    if not case.version.at_least(0, 20):
+        return 1.0, 1.0
+    limits, costs = case.limits, [blocks, alone]
+    if case.dims.is_hybrid and not case.version.given and "enable_prefix_caching" not in case.settings:
+        costs += [
+            request_blocks(
+                plan, limits.max_len, limits.batch_tokens, aligned_states=mode, draft_tokens=case.draft.tokens
+            )
+            for mode in (False, True)
+        ]
+    return blocks / max(costs), blocks / min(costs)
+
+
+def _compressed_pool(case: Case, shape: CompressedShape) -> Pool:
+    limits = case.limits
+    plan, alone = (
+        plan_compressed(
+            shape, case.dims.head_dim, case.version, length=limits.max_len, batch_tokens=tokens,
+            draft_layers=case.draft.layers,
+        )
+        for tokens in (limits.batch_tokens, limits.batch_tokens // 2)
+    )  # fmt: skip
+
+    def blocks(nbytes: int) -> int:
+        return max(nbytes, 0) // plan.block_bytes
+
+    return Pool(
+        tokens=lambda nbytes: blocks(nbytes) * limits.max_len // plan.request_blocks,
+        blocks=blocks,
+        tokens_per_block=COMPRESSED_BLOCK,
+        bytes_per_token=ceil_div(plan.block_bytes, COMPRESSED_BLOCK),
+        fixed_bytes=(plan.needed_blocks - ceil_div(limits.max_len, COMPRESSED_BLOCK)) * plan.block_bytes,
+        concurrency=lambda nbytes: blocks(nbytes) / plan.request_blocks,
+        groups=lambda nbytes: _ledger_groups(plan.as_groups(), nbytes),
+        needed_bytes=plan.needed_blocks * plan.block_bytes,
+        token_factors=(1.0, plan.request_blocks / alone.request_blocks),
     )
 
 

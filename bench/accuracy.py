@@ -52,13 +52,15 @@ class Result:
 
 
 def planned(ledger: Ledger, unit: str) -> tuple[int, int, int]:
-    """The plan's figure in that unit, and its bounds."""
+    """The plan's figure in that unit, and its bounds. Where a longest request does not fit, the ledger leaves the pool's
+    bytes unassigned: the log of a refused start names them all the same."""
     kv = ledger.kv_cache
     low_bytes, high_bytes = kv.low_bytes or 0, kv.high_bytes or 0
+    pool = kv.bytes or max(ledger.unassigned_bytes, 0)
     if unit == "tokens":
         low, high = kv.low_tokens or 0, kv.high_tokens or 0
-        return kv.tokens or (low + high) // 2, low, high
-    pool = kv.bytes or (low_bytes + high_bytes) // 2
+        share = low / low_bytes if low_bytes else high / max(high_bytes, 1)
+        return kv.tokens or int(pool * share), low, high
     if unit == "bytes":
         return pool, low_bytes, high_bytes
     per_block = max(kv.bytes_per_token * kv.tokens_per_block, 1)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from onebudget.errors import ModelError
 from onebudget.planner.policies.compressed import CompressedShape, compressed_shape, is_compressed
+from onebudget.planner.policies.encoders import EncoderShape, encoder_shape
 
 LayerKind = Literal["full", "sliding", "chunked", "state", "shared"]
 
@@ -52,7 +53,8 @@ class LayerDims:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dims:
-    """Widths of one model in elements; 0 where the config does not say. ``experts`` 0: a dense model."""
+    """Widths of one model in elements; 0 where the config does not say. ``experts`` 0: a dense model. ``guessed``: what
+    a partial config left out and its family, or the usual proportions, filled in."""
 
     name: str
     family: str
@@ -87,7 +89,9 @@ class Dims:
     vision_layers: int = 0
     vision_intermediate: int = 0
     image_tokens: int = 0
+    encoder: EncoderShape | None = None
     quantization: Mapping[str, Any] | None = None
+    guessed: tuple[str, ...] = ()
 
     @property
     def is_latent(self) -> bool:
@@ -147,11 +151,25 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> Dims:
         multimodal=_is_multimodal(config), vision_hidden=int(vision.get("hidden_size") or 0),
         vision_layers=int(vision.get("num_hidden_layers") or vision.get("depth") or 0),
         vision_intermediate=int(vision.get("intermediate_size") or 0), image_tokens=_image_tokens(config, vision),
-        quantization=first.get("quantization_config"),
+        encoder=encoder_shape(config, family, hidden) if _is_multimodal(config) else None,
+        quantization=first.get("quantization_config"), guessed=_guessed(first, family),
     )  # fmt: skip
 
 
-# Vocabulary of model families whose partial configs leave it out.
+def _guessed(reader: _Reader, family: str) -> tuple[str, ...]:
+    """Facts that weights need and the config does not name."""
+    experts = reader.whole("num_experts", "n_routed_experts", "num_local_experts")
+    wanted = {
+        "vocab_size": reader.whole("vocab_size"),
+        "num_attention_heads": reader.whole("num_attention_heads", "n_head"),
+        "intermediate_size": experts or reader.whole("intermediate_size", "ffn_dim", "n_inner"),
+        "moe_intermediate_size": not experts or _expert_intermediate(reader),
+        "linear_num_value_heads": "qwen3_5" not in family or reader.whole("linear_num_value_heads"),
+    }
+    return tuple(name for name, value in wanted.items() if not value)
+
+
+# Vocabulary of model families whose partial configs leave it out, from other configs of the families.
 _FAMILY_VOCAB = {"qwen3_5": 248320, "qwen3_5_moe": 248320, "gemma4": 262144, "gemma3": 262208, "qwen3_vl_moe": 151936}
 
 
@@ -221,7 +239,8 @@ def _shared_intermediate(reader: _Reader) -> int:
     given = reader.whole("shared_expert_intermediate_size")
     if given:
         return given
-    if reader.whole("interleave_moe_layer_step"):
+    family = str(reader.get("model_type") or "")
+    if reader.whole("interleave_moe_layer_step") or family.startswith("gemma4"):  # a dense MLP beside the experts
         return reader.whole("intermediate_size")
     return reader.whole("n_shared_experts", "num_shared_experts") * _expert_intermediate(reader)
 
@@ -322,8 +341,9 @@ def _window_kinds(reader: _Reader, count: int) -> list[LayerKind]:
 
 
 def _wide_heads(reader: _Reader, kv_heads: int) -> int:
-    """Full layers with wider heads have fewer of them (all to a quarter); half where a partial config leaves it out."""
-    return max(1, kv_heads // 2) if reader.whole("global_head_dim") else kv_heads
+    """Full layers with wider heads have fewer of them: a quarter, as in the published config that says, where a partial
+    config leaves it out."""
+    return max(1, kv_heads // 4) if reader.whole("global_head_dim") else kv_heads
 
 
 def _family_window(reader: _Reader) -> int:
@@ -359,6 +379,8 @@ def _state(reader: _Reader) -> StateShape | None:
         rows = (reader.whole("conv_kernel", "mamba_d_conv") or 4) - 1
         return StateShape(rows, inner + 2 * groups * size, inner * size, inner, mamba_heads, matrix_bytes)
     if "qwen3_5" in str(reader.get("model_type") or ""):
-        values = 48  # the dense 27B of the family; a partial config without it can be nothing else known
-        return StateShape(3, 2 * 16 * 128 + values * 128, values * 128 * 128, values * 128, values, 4)
+        # Known models of the family have states as wide as their queries, in heads of 128.
+        head_dim = reader.whole("head_dim") or 256
+        width = (reader.whole("num_attention_heads") or reader.whole("hidden_size") * 6 // 5 // head_dim) * head_dim
+        return StateShape(3, 2 * 16 * 128 + width, width * 128, width, width // 128, 4)
     return None

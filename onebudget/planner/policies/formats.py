@@ -64,7 +64,8 @@ _WORDS = (
 )  # fmt: skip
 
 
-# Families released in a format of their own, whether or not a config at hand says so.
+# Families released in a format of their own, whether or not a config at hand says so; from memory of the releases, the
+# first by what a rank's log leaves for weights.
 _NATIVE = {
     "deepseek-v4": "fp4_fp8",
     "minimax-m2": "fp8",

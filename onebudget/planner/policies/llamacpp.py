@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from onebudget.budget.ledger import Ledger
@@ -13,7 +14,8 @@ from onebudget.planner.policies.ledgers import Budget, Outcome, Part, Pool, buil
 from onebudget.planner.policies.settings import check_settings, switch, whole
 from onebudget.planner.policies.versions import read_version
 from onebudget.planner.policies.vllm.groups import cached_layers
-from onebudget.planner.policies.weight_rules import Shard, weights_on_rank
+from onebudget.planner.policies.weight_headers import rank_weights
+from onebudget.planner.policies.weight_rules import Shard
 from onebudget.units import GIB, align_up
 
 KNOWN_SETTINGS: Mapping[str, str] = {
@@ -82,7 +84,8 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], dims: Dims) -> Outc
     compute = compute_bytes(dims, settings, length, copies) * cards
     layers = whole(settings, "n_gpu_layers", len(dims.layers)) or 0
     shard = Shard(end_layer=min(layers, len(dims.layers)), has_embedding=False)
-    weights = weights_on_rank(dims, weight_format(request.weights_dtype, dims.quantization, dims.name), shard)
+    kind = weight_format(request.weights_dtype, dims.quantization, dims.name)
+    weights = rank_weights(request, replace(dims, max_len=0), kind, shard)  # no rotary table is kept
     context = Figure(
         cards * GIB * 45 // 100, cards * GIB * 3 // 10, cards * GIB * 6 // 10, "modelled", "driver, cuBLAS"
     )

@@ -16,7 +16,8 @@ from onebudget.planner.policies.versions import EngineVersion, read_version
 from onebudget.planner.policies.vllm.groups import CachedLayer, cached_layers
 from onebudget.planner.policies.vllm.outside import LINKED_BANDWIDTH as _LINKED_BANDWIDTH
 from onebudget.planner.policies.vllm.outside import context_bytes
-from onebudget.planner.policies.weight_rules import Shard, weights_on_rank
+from onebudget.planner.policies.weight_headers import rank_weights
+from onebudget.planner.policies.weight_rules import Shard
 from onebudget.units import GIB, MIB, align_down, align_up
 
 KNOWN_SETTINGS: Mapping[str, str] = {
@@ -79,7 +80,7 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
         end_layer=stage,
         has_head=layout.pp == 1,
     )
-    weights = weights_on_rank(dims, kind, shard)
+    weights = rank_weights(request, dims, kind, shard)
     limit = int(before.bytes * share)
     spread = int((before.high_bytes - before.low_bytes) * share / 2)
     charged = [Part("weights", "models", weights, "load"), Part("context", "loader", _leftovers(), "load")]

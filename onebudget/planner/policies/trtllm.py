@@ -17,7 +17,8 @@ from onebudget.planner.policies.settings import check_settings, fraction, whole
 from onebudget.planner.policies.versions import EngineVersion, read_version
 from onebudget.planner.policies.vllm.groups import cached_layers
 from onebudget.planner.policies.vllm.outside import context_bytes
-from onebudget.planner.policies.weight_rules import Shard, weights_on_rank
+from onebudget.planner.policies.weight_headers import rank_weights
+from onebudget.planner.policies.weight_rules import Shard
 from onebudget.units import GIB, ceil_div
 
 KNOWN_SETTINGS: Mapping[str, str] = {
@@ -119,12 +120,12 @@ def _used(
     tokens = whole(settings, "max_num_tokens", 8192) or 8192
     batch = whole(settings, "max_batch_size", _default_batch(version)) or 1
     beams = whole(settings, "max_beam_width", 1) or 1
-    weights = weights_on_rank(dims, kind, shard)
+    weights = rank_weights(request, dims, kind, shard)
     if pytorch:
         forward = _profiled(dims, kind, shard, tokens)
     else:
         forward = _execution_context(dims, shard, tokens, batch)
-        weights = weights_on_rank(replace(dims, tied=False), kind, shard)  # a built engine stores both tables
+        weights = rank_weights(request, replace(dims, tied=False), kind, shard)  # a built engine stores both tables
     parts = [
         Part("context", "driver", context_bytes(request.gpu), "load"),
         Part("weights", "models", weights, "load"),

@@ -12,13 +12,17 @@ from onebudget.planner.policies.formats import WeightFormat
 from onebudget.units import align_up, ceil_div, format_bytes
 
 VOCAB_PADDING = 64
-_MXFP4_PADDING = 256
+_UNKNOWN_FACT = 0.01
+"""What each fact that a partial config leaves out adds to the relative uncertainty."""
+_TILES = {"marlin": (256, 128), "triton": (1, 256)}
+"""Multiples of the hidden size and of an expert's width: in vLLM 0.11.2 and 0.28.0, and in two logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
     """The share of one rank. ``experts_over``: ranks that divide the experts; ``whole_experts``: each holds whole ones
-    (expert parallel) rather than a slice of each."""
+    (expert parallel) rather than a slice of each. ``tiles``: which kernel pads experts in MXFP4, ``"marlin"``,
+    ``"triton"``, or empty where the engine's choice is not known."""
 
     tp: int = 1
     experts_over: int = 1
@@ -29,6 +33,7 @@ class Shard:
     has_head: bool = True
     draft_layers: int = 0
     vision: bool = True
+    tiles: str = ""
 
 
 def weights_on_rank(dims: Dims, kind: WeightFormat, shard: Shard, *, spread: float | None = None) -> Figure:
@@ -42,7 +47,7 @@ def weights_on_rank(dims: Dims, kind: WeightFormat, shard: Shard, *, spread: flo
     bits += _table_bits(dims, kind, shard)
     vision = _vision_parameters(dims) * 16 if shard.vision else 0
     nbytes = int((bits + vision) / 8) + rope_bytes(dims)
-    wide = kind.spread if spread is None else spread
+    wide = (kind.spread if spread is None else spread) + _UNKNOWN_FACT * len(dims.guessed)
     unsure = int(nbytes * wide) + vision // 8 // 10
     why = f"{len(layers)} layers and tables in {kind.name}, {format_bytes(vision // 8)} of them for other inputs"
     return Figure(nbytes, nbytes - unsure, nbytes + unsure, "modelled", why)
@@ -72,9 +77,13 @@ def _expert_parameters(dims: Dims, kind: WeightFormat, shard: Shard) -> int:
     if shard.whole_experts:
         return ceil_div(dims.experts, shard.experts_over) * _mlp(dims, dims.expert_intermediate)
     width = ceil_div(dims.expert_intermediate, shard.experts_over)
-    if kind.name == "mxfp4":  # kernels of this format want whole tiles
-        width = align_up(width, _MXFP4_PADDING)
-    return dims.experts * _mlp(dims, width)
+    if kind.name != "mxfp4":
+        return dims.experts * _mlp(dims, width)
+    padded = [
+        align_up(dims.hidden, rows) * align_up(width, columns)
+        for tiles, (rows, columns) in _TILES.items() if shard.tiles in ("", tiles)
+    ]  # fmt: skip
+    return dims.experts * (3 if dims.gated else 2) * sum(padded) // len(padded)
 
 
 def _mlp(dims: Dims, width: int) -> int:
@@ -136,7 +145,8 @@ def rope_bytes(dims: Dims) -> int:
     return min(dims.max_len, 2**20) * width * 2 if dims.max_len and dims.family != "opt" else 0
 
 
-# Parameters of encoders whose configs are often partial: sums over published checkpoints' tensor shapes.
+# Parameters of encoders whose configs are often partial, from memory of the published models and not checked: a tenth
+# of them counts as unsure.
 _ENCODERS = {
     "qwen2_5_omni": 1_310_000_000, "qwen3_omni_moe": 1_190_000_000, "qwen2_5_vl": 677_000_000, "qwen2_vl": 675_000_000,
     "qwen3_5": 456_000_000, "qwen3_vl_moe": 540_000_000, "phi3_v": 340_000_000, "gemma4": 550_000_000,

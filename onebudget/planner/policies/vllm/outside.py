@@ -40,7 +40,7 @@ def non_torch(version: EngineVersion, worker: str, gpu: GpuFacts, tp: int, ranks
     if version.at_least(0, 27):
         return _late_slack(gpu, tp)
     if ranks > tp and version.at_least(0, 11):
-        return _gib(0.15, 0.85, 1.2, "stages set their channels up when they first send, after the snapshot")
+        return _gib(0.15, 0.7, 1.2, "stages set their channels up when they first send, after the snapshot")
     if ranks > 1:
         return _communication(version, gpu, tp, ranks)
     if (version.number[:2] == (0, 6) and version.number[2] == 4) or (worker == "V1" and version.number[:2] == (0, 8)):

@@ -37,9 +37,17 @@ def sampler_bytes_per_logit(version: EngineVersion, limits: Limits) -> int:
 
 
 def profile_peak(
-    dims: Dims, kind: WeightFormat, shard: Shard, limits: Limits, version: EngineVersion, *, sm: int | None = None
+    dims: Dims,
+    kind: WeightFormat,
+    shard: Shard,
+    limits: Limits,
+    version: EngineVersion,
+    *,
+    sm: int | None = None,
+    encodes: bool = True,
 ) -> Figure:
-    """Activation peak of the profiling run on one rank. ``sm``: the card's compute capability, as in 90."""
+    """Activation peak of the profiling run on one rank. ``sm``: the card's compute capability, as in 90; ``encodes``:
+    whether encoders are profiled first."""
     tokens = limits.batch_tokens
     rows = min(limits.batch_requests, tokens)
     factor = sampler_bytes_per_logit(version, limits)
@@ -51,13 +59,14 @@ def profile_peak(
         forward = forward * _OLD_KERNELS_PERCENT // 100
     if not version.at_least(0, 6, 4):
         forward = forward * RESERVED_PERCENT // 100
-    kept = _encoder_bytes(dims, tokens)
-    peak = max(forward, sampler) + kept
+    kept = _encoder_bytes(dims, tokens) if encodes else 0
+    encoder = dims.encoder.forward_bytes(tokens) if encodes and dims.encoder else 0
+    peak = max(max(forward, sampler) + kept, encoder)
     why = (
         f"the larger of forward ({tokens} tokens, {forward / GIB:.2f} GiB) and sampler ({rows} rows of {dims.vocab} x "
-        f"{factor} B, {sampler / GIB:.2f} GiB)"
+        f"{factor} B, {sampler / GIB:.2f} GiB)" + (f", or an encoder ({encoder / GIB:.2f} GiB)" if encoder else "")
     )
-    low, high = peak * 85 // 100, peak * 118 // 100 + kept
+    low, high = peak * 90 // 100, peak * 112 // 100 + kept
     if not version.given:  # the sampler is what changed most between versions
         native = NATIVE_SORT * rows * align_up(dims.vocab, VOCAB_PADDING) if shard.has_head else 0
         low, high = min(low, forward), max(high, min(native, 2 * peak + GIB // 2))

@@ -36,7 +36,8 @@ from onebudget.planner.policies.vllm.outside import (
     penalty_buffers,
 )
 from onebudget.planner.policies.vllm.peak import profile_peak
-from onebudget.planner.policies.weight_rules import Shard, weights_on_rank
+from onebudget.planner.policies.weight_headers import rank_weights
+from onebudget.planner.policies.weight_rules import Shard
 from onebudget.units import ceil_div
 
 KNOWN_SETTINGS: Mapping[str, str] = {
@@ -184,6 +185,7 @@ def _shards(case: Case) -> list[Shard]:
                 tp=layout.tp, experts_over=over, whole_experts=layout.ep > 1, first_layer=start,
                 end_layer=start + count, has_embedding=index == 0, has_head=last,
                 draft_layers=case.draft.layers if last else 0, vision=vision and index == 0,
+                tiles="" if case.version.at_least(0, 12) else "marlin",  # the other kernel came with the wheel later
             )
         )  # fmt: skip
         start += count
@@ -212,17 +214,18 @@ def _stage(case: Case, shard: Shard) -> Outcome:
     share = case.total_bytes * Fraction(str(util))
     limit = math.ceil(share) if version.at_least(0, 20) else int(share)
     budget = Budget(
-        limit, "gpu_memory_utilization", util, int(util * _total_spread(request, case.total_bytes)) + limit * 15 // 1000
+        limit, "gpu_memory_utilization", util, int(util * _total_spread(request, case.total_bytes)) + limit // 100
     )
-    weights = weights_on_rank(dims, case.kind, shard)
+    weights = rank_weights(request, dims, case.kind, shard)
     ranks = request.layout.tp * request.layout.pp
     outside = non_torch(version, limits.worker, request.gpu, request.layout.tp, ranks)
     graphs = graph_bytes(limits, dims, request.layout.tp)
     penalties = penalty_buffers(version, limits, dims)
+    peak = profile_peak(dims, case.kind, shard, limits, version, sm=request.gpu.sm, encodes=_encodes(case, shard))
     charged = [
         Part("weights", "models", weights, "load"),
         Part("lora", "models", _lora(case, shard), "load"),
-        Part("activations", "profile", profile_peak(dims, case.kind, shard, limits, version, sm=request.gpu.sm)),
+        Part("activations", "profile", peak),
         Part("communication" if ranks > 1 else "context", "driver", outside),
         Part("fixed_workspace", "attention", compressed_kernels(dims)),
     ]
@@ -241,6 +244,13 @@ def _stage(case: Case, shard: Shard) -> Outcome:
         pool=_pool(case, shard), engine="vllm", version=str(version), notes=_notes(case), warnings=_warnings(case),
         free_bytes=request.free_bytes,
     )  # fmt: skip
+
+
+def _encodes(case: Case, shard: Shard) -> bool:
+    """Whether the profile runs encoders: not on later stages, nor where every kind of input is limited to none."""
+    limits = case.settings.get("limit_mm_per_prompt")
+    none = isinstance(limits, Mapping) and bool(limits) and not any(limits.values())
+    return shard.vision and not none and not switch(case.settings, "skip_mm_profiling", default=False)
 
 
 def _fixed(part: Part) -> Part:

@@ -39,8 +39,21 @@ def few_layers(config: Mapping[str, Any], name: str, dtype: str, granule_bytes: 
 
     ``granule_bytes`` is the unit of physical memory on the device that is planned for.
     """
-    with tempfile.TemporaryDirectory(prefix="onebudget-plan-") as folder:
+    with tempfile.TemporaryDirectory(prefix="onebudget-plan-") as folder, _quiet_transformers():
         yield FewLayers(config, name, dtype, granule_bytes, Path(folder))
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """What it has to say about configs that were cut short is of no use to anybody."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 class FewLayers:
@@ -94,10 +107,11 @@ class FewLayers:
             yield
         except ModelError as error:
             raise ModelError(str(error).replace(str(self._few_folder), self._name)) from error
-        except RuntimeError as error:
-            if isinstance(error, OneBudgetError):
-                raise
-            raise ModelError(f"the steps of {self._name} can't be run here: {str(error).splitlines()[0]}") from error
+        except OneBudgetError:
+            raise
+        except Exception as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise ModelError(f"the steps of {self._name} can't be run here: {reason}") from error
 
     def _pools(self, few: ProfileResult, facts: ModelFacts, dtype: str, config: BudgetConfig) -> list[int]:
         """Bytes of the temporary pool of each group: all have as many tokens, and as many as with few layers."""

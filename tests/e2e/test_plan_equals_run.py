@@ -26,18 +26,21 @@ def same(folder: Path, memory: str, knobs: dict[str, Any]) -> None:
     assert planned.admission == budget.admission
 
 
+LARGE_STEPS: list[dict[str, Any]] = [
+    {},
+    {"max_seq_len": 1024, "max_batch_size": 4},
+    {"enable_cuda_graphs": False, "enable_penalties": False, "free_gpu_memory_fraction": 0.5},
+    {"skip_estimation": True},
+]
+SMALL_STEPS: list[dict[str, Any]] = [
+    {"max_seq_len": 512, "max_num_tokens": 128, "max_batch_size": 2},
+    {"dtype": "fp32", "max_num_tokens": 100, "tokens_per_block": 5, "max_batch_size": 3, "max_seq_len": 300},
+    {"kv_max_tokens": 4000, "enable_chunked_prefill": False, "max_num_tokens": 64, "max_batch_size": 1},
+]
+
+
 @pytest.mark.demo
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        {},
-        {"max_seq_len": 1024, "max_batch_size": 4},
-        {"dtype": "fp32", "max_num_tokens": 300, "tokens_per_block": 5, "max_batch_size": 3},
-        {"enable_cuda_graphs": False, "enable_penalties": False, "free_gpu_memory_fraction": 0.5},
-        {"kv_max_tokens": 4000, "enable_chunked_prefill": False},
-        {"skip_estimation": True},
-    ],
-)
+@pytest.mark.parametrize("knobs", [*SMALL_STEPS, *(pytest.param(each, marks=pytest.mark.long) for each in LARGE_STEPS)])
 def test_the_demo_model(
     demo_model: Path, knobs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

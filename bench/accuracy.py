@@ -52,8 +52,8 @@ class Result:
 
 
 def planned(ledger: Ledger, unit: str) -> tuple[int, int, int]:
-    """The plan's figure in that unit, and its bounds. Where a longest request does not fit, the ledger leaves the pool's
-    bytes unassigned: the log of a refused start names them all the same."""
+    """The plan's figure in that unit, and its bounds. Where a longest request does not fit, the ledger leaves the bytes
+    of the pool unassigned: the log of a refused start names them all the same."""
     kv = ledger.kv_cache
     low_bytes, high_bytes = kv.low_bytes or 0, kv.high_bytes or 0
     pool = kv.bytes or max(ledger.unassigned_bytes, 0)

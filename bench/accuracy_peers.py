@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accuracy_cases import config_of, request_for
-from planner_peers import Peers, Question
+from planner_peers import Peers, Question, tensors
 
 from onebudget.errors import OneBudgetError
 from onebudget.planner.policies import policy_for
@@ -54,11 +54,17 @@ def _row(case: Mapping[str, Any], result: Result, peers: Peers) -> tuple[str, in
     if question is None or result.engine not in ("vllm", "sglang") or result.unit == "bytes":
         return None
     true = result.true * (16 if result.unit == "blocks" else 1)
-    try:
-        answers = peers.answers(question)
-    except (AttributeError, KeyError, TypeError, ValueError):  # no weights file can be made of this config
-        answers = {}
+    answers = peers.answers(question) if _has_weights(question.config) else {}
     return case["id"], true, [result.error, *(_error(answers.get(name), true) for name in NAMES)]
+
+
+def _has_weights(config: dict[str, Any]) -> bool:
+    """Whether a weights file can be made of the config, which the peers want to read."""
+    try:
+        tensors(config)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
+    return True
 
 
 def _question(case: Mapping[str, Any]) -> Question | None:

@@ -75,16 +75,19 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
     stage = max(1, len(dims.layers) // layout.pp)
     shard = Shard(
         tp=layout.tp,
-        experts_over=layout.tp * max(layout.dp, 1),
+        experts_over=layout.tp,
         whole_experts=layout.ep > 1,
         end_layer=stage,
         has_head=layout.pp == 1,
+        attention_tp=_attention_ranks(settings, request) if _has_dp_attention(settings) else 0,
     )
     weights = rank_weights(request, dims, kind, shard)
     limit = int(before.bytes * share)
     spread = int((before.high_bytes - before.low_bytes) * share / 2)
     charged = [Part("weights", "models", weights, "load"), Part("context", "loader", _leftovers(), "load")]
-    pool, state = _pool(settings, request, dims, layout.tp, limit - weights.bytes - _leftovers().bytes)
+    pool, state = _pool(
+        settings, request, dims, _attention_ranks(settings, request), limit - weights.bytes - _leftovers().bytes
+    )
     charged.append(Part("recurrent_state", "resources", state, "reserve"))
     context = Figure(total - before.bytes, total - before.high_bytes, total - before.low_bytes, "modelled", before.why)
     return Outcome(
@@ -104,6 +107,17 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
             "request tables live in the rest.",
         ),
     )
+
+
+def _has_dp_attention(settings: dict[str, Any]) -> bool:
+    return switch(settings, "enable_dp_attention", default=False)
+
+
+def _attention_ranks(settings: dict[str, Any], request: PlanRequest) -> int:
+    """Ranks that divide the heads: of one data-parallel group where attention runs by request groups."""
+    if not _has_dp_attention(settings):
+        return request.layout.tp
+    return max(1, request.layout.tp // max(request.layout.dp, 1))
 
 
 def _free_before_load(request: PlanRequest, total: int) -> Figure:
@@ -157,13 +171,15 @@ def _table_fraction(version: EngineVersion, tp: int, smi_mib: int) -> float:
 
 def _reserve_mib(settings: dict[str, Any], version: EngineVersion, tp: int, pp: int, smi_mib: int, dp: int) -> float:
     speculative = settings.get("speculative_algorithm") is not None
-    dp_attention = switch(settings, "enable_dp_attention", default=False)
+    dp_attention = _has_dp_attention(settings)
     if not version.at_least(0, 5, 3):
         per_class = ((_GB35, 2.8 + tp * pp / 10), (_GB90, 9.5 + tp * pp / 2), (_GB160, 12 + tp * pp / 2))
         reserve = next((gib * 1024 for bound, gib in per_class if smi_mib < bound), 32 * 1024)
         return reserve + (2048 if speculative else 0) + (4096 if dp_attention else 0)
     card = card_class(version, smi_mib, tp)
     chunk = whole(settings, "chunked_prefill_size", card.chunk) or card.chunk
+    if dp_attention:
+        chunk //= max(dp, 1)
     batch = _graph_batch(settings, card)
     reserve = 512 + 1.5 * max(chunk, 2048) + 2 * batch + tp * pp * 128
     if dp_attention:
@@ -227,12 +243,10 @@ def _lives_in_the_rest(
 
 def _pool(settings: dict[str, Any], request: PlanRequest, dims: Dims, tp: int, rest: int) -> tuple[Pool, Figure]:
     """How the bytes become tokens, and what states of hybrid models take first."""
-    dp_attention = switch(settings, "enable_dp_attention", default=False)
-    heads = 1 if dp_attention else tp
     given = settings.get("kv_cache_dtype")
     bits = cache_bits(str(given) if given is not None else request.kv_dtype, dims.element_bytes, dims.quantization)
     asked = dims.state.matrix_bytes if dims.state else None
-    layers = cached_layers(dims, bits, heads, (dims.element_bytes, asked or 4), 0)
+    layers = cached_layers(dims, bits, tp, (dims.element_bytes, asked or 4), 0)
     stage = max(1, len(layers) // request.layout.pp)
     layers = layers[:stage]
     page = whole(settings, "page_size", 1) or 1

@@ -22,7 +22,8 @@ _TILES = {"marlin": (256, 128), "triton": (1, 256)}
 class Shard:
     """The share of one rank. ``experts_over``: ranks that divide the experts; ``whole_experts``: each holds whole ones
     (expert parallel) rather than a slice of each. ``tiles``: which kernel pads experts in MXFP4, ``"marlin"``,
-    ``"triton"``, or empty where the engine's choice is not known."""
+    ``"triton"``, or empty where the engine's choice is not known.
+    ``attention_tp``: ranks that divide attention where fewer than ``tp`` do; each has the whole embedding then."""
 
     tp: int = 1
     experts_over: int = 1
@@ -34,6 +35,7 @@ class Shard:
     draft_layers: int = 0
     vision: bool = True
     tiles: str = ""
+    attention_tp: int = 0
 
 
 def weights_on_rank(dims: Dims, kind: WeightFormat, shard: Shard, *, spread: float | None = None) -> Figure:
@@ -58,7 +60,7 @@ def _widest(dims: Dims) -> LayerDims:
 
 
 def _layer_bits(dims: Dims, layer: LayerDims, index: int, kind: WeightFormat, shard: Shard) -> Fraction:
-    linear, plain = _attention_parameters(dims, layer, shard.tp)
+    linear, plain = _attention_parameters(dims, layer, shard.attention_tp or shard.tp)
     plain += 2 * dims.hidden
     moe = bool(dims.experts) and index >= dims.dense_layers
     other = Fraction(16) if kind.experts_only else kind.bits
@@ -132,6 +134,9 @@ def _compressed_parameters(dims: Dims, shape: CompressedShape, layer: LayerDims,
 
 def _table_bits(dims: Dims, kind: WeightFormat, shard: Shard) -> int:
     rows = align_up(dims.vocab, VOCAB_PADDING) // shard.tp
+    if shard.attention_tp:
+        whole = dims.vocab * dims.hidden if shard.has_embedding else 0
+        return (whole + (rows * dims.hidden if shard.has_head and not dims.tied else 0)) * kind.table_bits
     both = shard.has_embedding and shard.has_head
     copies = 1 if dims.tied and both else int(shard.has_embedding) + int(shard.has_head)
     small = len(dims.layers) * dims.per_layer_input * (dims.vocab // shard.tp + 2 * dims.hidden)

@@ -97,6 +97,18 @@ def test_sglang_fractions_by_version() -> None:
     assert four == 0.85
 
 
+def test_sglang_attention_by_request_groups_keeps_heads_and_attention_whole() -> None:
+    layouts = [(ParallelLayout(tp=4, dp=4), {"enable_dp_attention": True}), (ParallelLayout(tp=4), {})]
+    plans = [
+        policy_for("sglang").plan(dataclasses.replace(request(settings=settings), n_gpus=4, layout=layout))
+        for layout, settings in layouts
+    ]
+    assert plans[0].kv_cache.bytes_per_token == 4 * plans[1].kv_cache.bytes_per_token == 131072
+    weights = [next(term.bytes for term in ledger.terms if term.name == "weights") for ledger in plans]
+    attention, embedding = 32 * 2 * 4096 * (4096 + 1024) * 2, 128256 * 4096 * 2
+    assert weights[0] - weights[1] == (attention + embedding) * 3 // 4
+
+
 def test_trtllm_rounds_up_to_blocks_and_keeps_the_smaller_cap() -> None:
     settings = {"free_gpu_memory_fraction": 0.8, "max_tokens": 860_308, "max_num_tokens": 8192, "max_batch_size": 64}
     asked = request(engine_version="1.0.0", kv_dtype="fp8", weights_dtype="fp8", settings=settings, gpu="H200-141GB")

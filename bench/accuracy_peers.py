@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accuracy_cases import config_of, request_for
-from planner_peers import Peers, Question, tensors
+from planner_peers import Peers, Question
 
 from onebudget.errors import OneBudgetError
 from onebudget.planner.policies import policy_for
@@ -54,17 +54,16 @@ def _row(case: Mapping[str, Any], result: Result, peers: Peers) -> tuple[str, in
     if question is None or result.engine not in ("vllm", "sglang") or result.unit == "bytes":
         return None
     true = result.true * (16 if result.unit == "blocks" else 1)
-    answers = peers.answers(question) if _has_weights(question.config) else {}
+    answers = _answers(peers, question)
     return case["id"], true, [result.error, *(_error(answers.get(name), true) for name in NAMES)]
 
 
-def _has_weights(config: dict[str, Any]) -> bool:
-    """Whether a weights file can be made of the config, which the peers want to read."""
+def _answers(peers: Peers, question: Question) -> dict[str, int | None]:
+    """None by name where no weights file can be made of the config, which the peers want to read."""
     try:
-        tensors(config)
+        return peers.answers(question)
     except (AttributeError, KeyError, TypeError, ValueError):
-        return False
-    return True
+        return {}
 
 
 def _question(case: Mapping[str, Any]) -> Question | None:

@@ -117,13 +117,13 @@ def kvfit_tokens(document: dict[str, Any], question: Question) -> int:
 
 def write_model(folder: Path, config: dict[str, Any]) -> None:
     """``config.json`` and a weights file that is all header."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, kind, shape, nbytes in tensors(config):
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + nbytes]}
         end += nbytes
+    folder.mkdir(parents=True)  # not before: a model that can't be built leaves nothing behind
+    (folder / "config.json").write_text(json.dumps(config))
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with (folder / "model.safetensors").open("wb") as file:

@@ -104,13 +104,11 @@ def serve(
     requests: Trace, given: GivenLoad, knobs: Mapping[str, Any], *, offline: bool, output: Output
 ) -> SimulationResult:
     """The trace through the simulator, on the card and with the knobs that were given."""
-    from onebudget.budget.ledger import Ledger
     from onebudget.planner.simulate import read_step_table, roofline, simulate
     from onebudget.progress import open_progress
-    from onebudget.report.document import read_document
 
     config = _config(knobs, requests)
-    ledger = None if given.plan is None else Ledger.from_dict(read_document(given.plan))
+    ledger = _ledger(given, config, offline=offline, output=output)
     load, notes = _load(given.model, ledger, given.steps(), offline=offline)
     pools = _pools(given.kv_blocks, ledger, load, config)
     clock, assumed = (read_step_table(given.step_times), ()) if given.step_times is not None else roofline(load)
@@ -123,6 +121,23 @@ def serve(
         notes=(*notes, *assumed),
         progress=open_progress(quiet=output.quiet),
     )
+
+
+def _ledger(given: GivenLoad, config: BudgetConfig, *, offline: bool, output: Output) -> Ledger | None:
+    """The ledger that was given, or our engine's plan of the model on the card where nothing else says how large the
+    KV cache is."""
+    from onebudget.budget.ledger import Ledger
+    from onebudget.report.document import read_document
+
+    if given.plan is not None:
+        return Ledger.from_dict(read_document(given.plan))
+    if given.kv_blocks is not None or given.model is None or given.gpu is None:
+        return None
+    from onebudget.planner.plan import plan
+    from onebudget.progress import open_progress
+
+    knobs = {name: getattr(config, name) for name in config.given}
+    return plan(given.model, given.gpu, offline=offline, progress=open_progress(quiet=output.quiet), **knobs)
 
 
 def open_trace(name: str, *, limit: int | None, seed: int = 0) -> Trace:
@@ -188,7 +203,7 @@ def _pools(
         return (CountedPool(kv_blocks, None, load.kv_bytes_per_token or 0),)
     if ledger is None:
         raise ConfigError(
-            "How many blocks the KV cache has is not known: give a ledger with --plan, or --kv-blocks.",
+            "How many blocks the KV cache has is not known: give --plan FILE, --kv-blocks, or --model and --gpu.",
             field="--kv-blocks",
         )
     return pools_of_ledger(ledger, config)

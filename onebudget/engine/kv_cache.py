@@ -15,12 +15,11 @@ from onebudget.budget.ranks import host_tier_bytes
 from onebudget.errors import AllocationError, ConfigError
 from onebudget.models.facts import KV_DTYPE_BYTES, kv_dtype_name
 from onebudget.resources.kv import division
+from onebudget.resources.kv.choice import kv_manager
 from onebudget.resources.kv.counters import KVCounters
 from onebudget.resources.kv.disk_tier import DiskTier
 from onebudget.resources.kv.group import KVGroup
-from onebudget.resources.kv.manager import KVCacheManager
 from onebudget.resources.kv.pool import KVLayout, KVPool
-from onebudget.resources.kv.v2 import KVCacheManagerV2
 from onebudget.units import format_bytes
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from onebudget.engine.station import Station
     from onebudget.models.facts import ModelFacts
     from onebudget.resources.kv.host_tier import HostTier
+    from onebudget.resources.kv.manager import KVCacheManager
     from onebudget.resources.kv.tier import BlockTier
 
 logger = logging.getLogger(__name__)
@@ -92,15 +92,9 @@ def build_kv_cache(
             for group, pool in zip(layouts, pools, strict=True)
         ]
         undo.pop_all()
-    settings = {
-        "reuse": config.enable_block_reuse,
-        "probe_lengths": probe_lengths,
-        "attended_tokens_cap": attended_tokens_cap,
-        "counters": counters,
-    }
-    if config.kv_cache_manager == "v2":
-        return KVCacheManagerV2(groups, max_util_for_resume=config.max_util_for_resume_exact, **settings)
-    return KVCacheManager(groups, **settings)  # type: ignore[arg-type]
+    return kv_manager(
+        groups, config, probe_lengths=probe_lengths, attended_tokens_cap=attended_tokens_cap, counters=counters
+    )
 
 
 def uses_tiers(groups: Sequence[division.LayerGroup], config: BudgetConfig) -> bool:

@@ -72,8 +72,8 @@ def find_gpu(name: str, *, total_bytes: int | None = None) -> GpuFacts:
     near = _near(name)
     hint = f"Did you mean {' or '.join(near)}?" if near else "`onebudget gpus` lists what is known."
     raise ConfigError(
-        f"No card is called {name!r}. {hint} A card that is not in the catalogue can be planned for with its size: "
-        "--gpu-total 24GiB.",
+        f"No card is called {name!r}. {hint} A card that is not in the catalogue can be planned for by its size: "
+        "onebudget plan --gpu-total 24GiB.",
         field="gpu",
         value=name,
     )

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from onebudget.errors import ConfigError
+from onebudget.resources.kv.choice import kv_manager
 from onebudget.resources.kv.counters import KVCounters
 from onebudget.resources.kv.division import LayerGroup, step_slack
 from onebudget.resources.kv.group import KVGroup
-from onebudget.resources.kv.manager import KVCacheManager
 from onebudget.resources.kv.store import CountedStore
 from onebudget.resources.kv.tier import CountedTier
-from onebudget.resources.kv.v2 import KVCacheManagerV2
 
 if TYPE_CHECKING:
     from onebudget.config import BudgetConfig
+    from onebudget.resources.kv.manager import KVCacheManager
     from onebudget.resources.kv.tier import BlockTier
 
 
@@ -73,15 +73,7 @@ def counted_kv_manager(
     counters = KVCounters()
     meter = meter or CopyMeter()
     groups = [_group(pool, pools, config, counters, meter) for pool in pools]
-    settings = {
-        "reuse": config.enable_block_reuse,
-        "partial_reuse": False,
-        "attended_tokens_cap": attended_tokens_cap,
-        "counters": counters,
-    }
-    if config.kv_cache_manager == "v2":
-        return KVCacheManagerV2(groups, max_util_for_resume=config.max_util_for_resume_exact, **settings)
-    return KVCacheManager(groups, **settings)  # type: ignore[arg-type]
+    return kv_manager(groups, config, partial_reuse=False, attended_tokens_cap=attended_tokens_cap, counters=counters)
 
 
 def _group(

@@ -79,6 +79,7 @@ class KVPool:
         holds no number (0 times infinity). Slots of earlier sequences hold numbers.
         """
         if blocks:
+            self.buffer.check_use()  # the views would reach memory that is gone while the cache sleeps
             index = torch.tensor(list(blocks), device=self._pages[0].device)
             for page in self._pages:
                 page.view(torch.uint8).index_fill_(0, index, 0)

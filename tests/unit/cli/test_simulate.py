@@ -69,6 +69,13 @@ def test_a_model_and_a_card_of_the_catalogue_time_the_steps(invoke: Invoke, trac
     assert other == {**clock, "bandwidth_bytes_per_s": 10**12}
 
 
+def test_a_model_and_a_card_alone_are_planned_first(invoke: Invoke, trace: Path) -> None:
+    model = ("llama-3.1-8b", "--gpu", "L40S-48GB", "--max-seq-len", 8192, "--offline", "--json", "-q")
+    planned = json.loads(invoke("plan", *model).out)["kv_cache"]
+    served = json.loads(invoke("simulate", trace, "--model", *model).out)["kv"]
+    assert served["blocks"] == planned["blocks"] > 0
+
+
 def test_an_unknown_card_needs_its_rates(invoke: Invoke, trace: Path) -> None:
     common = ("simulate", trace, "--kv-blocks", 200, "--gpu", "Abacus 3000", "-q")
     assert "No card is called 'Abacus 3000'" in invoke(*common).paragraph

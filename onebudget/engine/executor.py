@@ -54,6 +54,7 @@ class Counters:
     trimmed: int = 0
     paused: int = 0
     resumed: int = 0
+    recomputed_tokens: int = 0
     reused_tokens: int = 0
     graph_hits: int = 0
     graph_padded: int = 0
@@ -212,6 +213,7 @@ class Executor:
         counters.reused_tokens = scheduler.reused_tokens
         counters.deferred, counters.skipped = scheduler.deferred, scheduler.skipped
         counters.paused, counters.resumed = scheduler.paused, scheduler.resumed
+        counters.recomputed_tokens = scheduler.recomputed_tokens
         self.runner.count(counters)
         self.error_budget.regain()
         if self._context_limit.lowered:

@@ -87,6 +87,7 @@ class Scheduler:
         """Context tokens of a step; lowered where steps of full size ran out of memory."""
         self.reused_tokens = 0
         self.paused = 0
+        self.recomputed_tokens = 0
         self.resumed = 0
 
     @property
@@ -287,6 +288,7 @@ class Scheduler:
         if request.suspended:
             request.state = RequestState.WAITING
         else:
+            self.recomputed_tokens += request.computed_tokens
             request.pause()
 
     def _resume(self, batch: ScheduledBatch) -> None:

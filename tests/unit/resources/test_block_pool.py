@@ -189,7 +189,7 @@ def work(one: BlockPool, number: int) -> tuple[int, int]:
 
 def test_work_per_operation_does_not_depend_on_the_size_of_the_pool() -> None:
     counted = {}
-    for blocks in (1024, 16_384, 262_144):
+    for blocks in (1024, 16_384, 262_144, 1_048_576):
         one = filled(blocks)
         counted[blocks] = {work(one, blocks // 32 + number) for number in range(8)}
     assert set(map(frozenset, counted.values())) == {frozenset(counted[1024])}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from onebudget.errors import ConfigError
 from onebudget.resources.units import BlocksTotal
 from onebudget.units import ceil_div
 
@@ -29,16 +28,3 @@ def recurrent_state_slots(
     graphs, one per draft token, and with reuse one snapshot every ``snapshot_interval`` of the pool's tokens."""
     snapshots = pool_tokens // snapshot_interval if snapshot_interval else 0
     return max_batch_size * pp_size + graph_padding + max_draft_tokens + snapshots
-
-
-def helix_is_active(iteration: int, *, tokens_per_block: int, cp_size: int, rank: int) -> bool:
-    """Whether ``rank`` of a helix group keeps the token of this decode iteration (the first is 1): blocks go round."""
-    return (iteration - 1) // tokens_per_block % cp_size == rank
-
-
-def helix_decode_tokens(iterations: int, *, tokens_per_block: int, cp_size: int, rank: int) -> int:
-    """Tokens of the first ``iterations`` decode iterations that ``rank`` keeps."""
-    if not 0 <= rank < cp_size:
-        raise ConfigError.for_field("rank", rank, f"from 0 to {cp_size - 1}")
-    rounds, rest = divmod(iterations, tokens_per_block * cp_size)
-    return rounds * tokens_per_block + min(tokens_per_block, max(0, rest - rank * tokens_per_block))

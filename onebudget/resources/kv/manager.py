@@ -13,6 +13,7 @@ from onebudget.resources.kv.counters import KVCounters
 from onebudget.resources.kv.counting import blocks_to_completion
 from onebudget.resources.kv.dummies import add_dummies
 from onebudget.resources.kv.group import KVGroup
+from onebudget.resources.kv.helix import HelixRank, check_helix
 from onebudget.resources.kv.reuse import PrefixReuse
 from onebudget.resources.units import BlocksDelta, BlocksTotal
 from onebudget.units import ceil_div
@@ -49,6 +50,9 @@ class KVCacheManager(BaseResourceManager):
     ``attended_tokens_cap``: cached and computed prompt tokens that the prompts of one step may attend to together;
     None is no cap, 0 lets one prompt in. Every sequence has room for ``extra_kv_tokens`` and ``draft_reserve_tokens``
     beside its own tokens. ``recurrent``: the model keeps states that this manager does not count.
+
+    With ``helix`` this is the cache of one rank: callers speak of whole sequences, blocks are those of the rank's own
+    tokens. Nothing is reused then, because a rank's blocks alone don't tell the text they belong to.
     """
 
     def __init__(
@@ -63,22 +67,29 @@ class KVCacheManager(BaseResourceManager):
         draft_reserve_tokens: int = 0,
         beam_width: int = 1,
         recurrent: bool = False,
+        helix: HelixRank | None = None,
         counters: KVCounters | None = None,
     ) -> None:
-        """``groups``: or the store of a single group of all layers. ``counters`` are those its groups were given."""
+        """``groups``: or the store of a single group of all layers. ``counters`` are those its groups were given.
+
+        ``ConfigError`` for ``helix`` over windows: which blocks leave one would depend on other ranks.
+        """
         self.counters = counters or KVCounters()
         self.groups = _as_groups(groups, self.counters)
         self.tokens_per_block = self.groups[0].tokens_per_block
         self._only = self.groups[0] if len(self.groups) == 1 else None
         self._counted = [group for group in self.groups if not group.serves_any_batch] or [self.groups[0]]
         self._windowed = [group for group in self.groups if group.window_tokens is not None]
+        if helix is not None:
+            check_helix(self.groups, reuse=reuse)
+        self.helix = helix
         full = [group for group in self.groups if group.window_tokens is None]
         self._unit = full[0] if full else max(self.groups, key=lambda group: group.capacity)
         self._probe_lengths = probe_lengths
         self.attended_tokens_cap = attended_tokens_cap
         self._prefixes = PrefixReuse(
             self.groups[0],
-            enabled=reuse and self._only is not None and self._only.window_tokens is None,
+            enabled=reuse and helix is None and self._only is not None and self._only.window_tokens is None,
             partial=partial_reuse,
             counters=self.counters,
         )
@@ -142,15 +153,19 @@ class KVCacheManager(BaseResourceManager):
     def needed_to_completion(self, request: Request) -> BlocksTotal:
         if request.pretended_tokens:
             return BlocksTotal(1)
+        prompt, new = request.prompt_tokens, request.max_new_tokens
+        if self.helix is not None:
+            prompt, new = self.helix.shares(request, new, self.tokens_per_block)
         if self._only is not None and self._only.window_tokens is None:
-            return blocks_to_completion(request.prompt_tokens, request.max_new_tokens, self.tokens_per_block)
-        tokens = request.prompt_tokens + request.max_new_tokens
-        return BlocksTotal(self._scaled([group.blocks_at_end(tokens) for group in self.groups]))
+            return blocks_to_completion(prompt, new, self.tokens_per_block)
+        return BlocksTotal(self._scaled([group.blocks_at_end(prompt + new) for group in self.groups]))
 
     def growth(self, request: Request, tokens: int) -> BlocksDelta:
         """Blocks the request lacks to have a place for ``tokens``."""
         if request.pretended_tokens:
             return BlocksDelta(0)
+        if self.helix is not None:
+            tokens = self.helix.local_tokens(request, tokens, self.tokens_per_block)
         return max(
             group.growth(group.sequences.get(request.id), request.computed_tokens, tokens) for group in self.groups
         )
@@ -178,8 +193,10 @@ class KVCacheManager(BaseResourceManager):
     def request_kv_block_budget(self, request: Request) -> tuple[BlocksTotal, BlocksTotal] | None:
         if not self.kv_block_budget_applies():
             return None
-        new_tokens = request.max_new_tokens + self._extra + self._draft_reserve
-        required = blocks_to_completion(request.prompt_tokens, new_tokens, self.tokens_per_block, self._beam_width)
+        prompt, new = request.prompt_tokens, request.max_new_tokens + self._extra + self._draft_reserve
+        if self.helix is not None:
+            prompt, new = self.helix.shares(request, new, self.tokens_per_block)
+        required = blocks_to_completion(prompt, new, self.tokens_per_block, self._beam_width)
         return required, self.groups[0].capacity
 
     # Prefixes
@@ -263,11 +280,13 @@ class KVCacheManager(BaseResourceManager):
 
     def _prepare_group(self, group: KVGroup, batch: ScheduledBatch, ahead: int) -> None:
         sequences, size, full = group.sequences, group.tokens_per_block, group.window_tokens is None
-        reserve = self._draft_reserve
+        reserve, helix = self._draft_reserve, self.helix
         for request in batch.context:
             tokens = request.computed_tokens + request.chunk_tokens
             if request.is_last_chunk:
                 tokens += self._extra + reserve
+            if helix is not None:
+                tokens = helix.local_tokens(request, tokens, size)
             group.grow(sequences[request.id], request, tokens)
         for request in batch.generation:
             sequence = sequences.get(request.id)
@@ -275,11 +294,15 @@ class KVCacheManager(BaseResourceManager):
                 raise StateError(f"request {request.id} generates but holds no KV blocks")
             tokens = request.computed_tokens + ahead + max(len(request.draft_tokens), reserve)
             if tokens > len(sequence.table) * size or not full:
+                if helix is not None:
+                    tokens = helix.local_tokens(request, tokens, size)
                 group.grow(sequence, request, tokens)
         group.note_peak()
 
     def resize(self, request: Request, tokens: int) -> bool:
         """Have a place for ``tokens`` now; False, with nothing taken, when a pool has too few blocks."""
+        if self.helix is not None:
+            tokens = self.helix.local_tokens(request, tokens, self.tokens_per_block)
         if not self._has_room(request, tokens):
             return False
         for group in self.groups:
@@ -306,6 +329,8 @@ class KVCacheManager(BaseResourceManager):
 
     def _rewind(self, request: Request) -> None:
         tokens = request.computed_tokens + 1 + self._extra + self._draft_reserve
+        if self.helix is not None:
+            tokens = self.helix.local_tokens(request, tokens, self.tokens_per_block)
         for group in self.groups:
             sequence = group.sequences.get(request.id)
             if sequence is not None:
@@ -365,12 +390,13 @@ class KVCacheManager(BaseResourceManager):
         tokens: int | None = None,
         generation: bool = False,
         draft_tokens: int = 0,
-        helix: bool = False,
+        helix: bool | None = None,
         draft: KVCacheManager | None = None,
         **shape: Any,
     ) -> list[Request] | None:
         """Sequences of ``tokens`` each, here and in the manager of the draft model; by default one token and the
-        drafts, two at least under helix. One for generation has its last token still to compute.
+        drafts, two at least under ``helix`` (None: as the manager is). One for generation has its last token still to
+        compute.
 
         None when there is no free block. Any failure on the way removes all of them again, here and there.
         """
@@ -378,7 +404,8 @@ class KVCacheManager(BaseResourceManager):
             raise ConfigError.for_field("shape", sorted(shape), "tokens, generation, draft_tokens, helix or draft")
         if not self.free_blocks:
             return None
-        length = tokens or max(1 + draft_tokens, 2 if helix else 1)
+        two = self.helix is not None if helix is None else helix
+        length = tokens or max(1 + draft_tokens, 2 if two else 1)
         return add_dummies([self] if draft is None else [self, draft], ids, length, generation=generation)
 
     # Tables and life of the pools

@@ -43,7 +43,10 @@ class KVCacheManagerV2(KVCacheManager):
         return self._counts_exactly
 
     def suspend(self, request: Request) -> bool:
-        """Move a sequence to the near tier; False, with nothing changed, when that has no room."""
+        """Move a sequence to the near tier; False, with nothing changed, when that has no room, and under helix, where
+        the scheduler would let nobody back whose whole sequence is larger than this rank's pool."""
+        if self.helix is not None:
+            return False
         if request.id in self._parked or any(request.id not in group.sequences for group in self.groups):
             return False
         parked = _Parked([], [])

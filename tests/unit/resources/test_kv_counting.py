@@ -5,12 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebudget.core import Request, SamplingParams
-from onebudget.errors import ConfigError
 from onebudget.resources import KVCacheManager
 from onebudget.resources.kv.counting import (
     blocks_to_completion,
-    helix_decode_tokens,
-    helix_is_active,
     recurrent_state_slots,
 )
 from onebudget.resources.kv.cross import CrossKVCacheManager
@@ -88,20 +85,3 @@ def test_states_of_recurrent_layers() -> None:
 def test_slots_of_tables() -> None:
     assert index_slots(max_batch_size=8, pp_size=2, reserved_slots=1) == 17
     assert index_slots(max_batch_size=8, is_disaggregated=True) == 16
-
-
-@given(iterations=st.integers(0, 400), size=st.integers(1, 16), ranks=st.integers(1, 5))
-def test_helix_ranks_take_turns_by_blocks(iterations: int, size: int, ranks: int) -> None:
-    kept = [helix_decode_tokens(iterations, tokens_per_block=size, cp_size=ranks, rank=rank) for rank in range(ranks)]
-    assert sum(kept) == iterations
-    for rank in range(ranks):
-        turns = [
-            helix_is_active(iteration, tokens_per_block=size, cp_size=ranks, rank=rank)
-            for iteration in range(1, iterations + 1)
-        ]
-        assert sum(turns) == kept[rank]
-
-
-def test_a_helix_rank_outside_the_group_is_refused() -> None:
-    with pytest.raises(ConfigError, match="from 0 to 1"):
-        helix_decode_tokens(3, tokens_per_block=4, cp_size=2, rank=2)

@@ -85,8 +85,8 @@ def _requests(version: EngineVersion, worker: str, total_bytes: int, gpu: str) -
 
 
 def _is_large(version: EngineVersion, total_bytes: int, gpu: str) -> bool:
-    """Cards of 70 GiB and more; an A100 counts as small from 0.9 on, until 0.28 looks at memory alone."""
-    if "a100" in gpu.lower() and version.at_least(0, 9) and not version.at_least(0, 28):
+    """Cards of 70 GiB and more; an A100 counts as small from 0.9 on."""
+    if "a100" in gpu.lower() and version.at_least(0, 9):
         return False
     return total_bytes >= _LARGE_CARD
 
@@ -140,7 +140,7 @@ def _steps(version: EngineVersion, largest: int) -> list[int]:
 
 
 def _caches(dims: Dims, version: EngineVersion) -> bool:
-    return version.at_least(0, 26) if dims.is_hybrid else True
+    return version.at_least(0, 28) if dims.is_hybrid else True
 
 
 def _has_v2_runner(version: EngineVersion, dims: Dims) -> bool:

@@ -59,6 +59,9 @@ class BudgetConfig:
         None, knobs.fraction(none=True, below_one=True), "share of the KV pool that cross-attention gets"
     )
     max_util_for_resume: float = _knob(0.95, knobs.fraction(), "v2: pool use up to which a paused request resumes")
+    kv_pool_rebalance: bool = _knob(
+        False, knobs.flag(), "v2: move blocks between the pools of attention windows as they are used"
+    )
     host_cache_bytes: int = _knob(0, knobs.size(0), "host memory for evicted KV blocks")
     disk_cache_bytes: int = _knob(0, knobs.size(0), "disk space for KV blocks that host memory has no room for")
     disk_cache_dir: str | None = _knob(None, knobs.folder(), "folder of those files; None: the system's temporary one")
@@ -217,6 +220,9 @@ def _refuse_unknown(settings: Mapping[str, object]) -> None:
 def _refuse_contradictions(config: BudgetConfig) -> None:
     if config.avg_seq_len is not None and config.avg_seq_len > config.max_seq_len:
         raise ConfigError.for_field("avg_seq_len", config.avg_seq_len, f"at most max_seq_len ({config.max_seq_len})")
+    if config.kv_pool_rebalance and config.kv_cache_manager == "v1":
+        allowed = "false with kv_cache_manager v1, which sizes every pool once; v2 moves blocks between them"
+        raise ConfigError.for_field("kv_pool_rebalance", config.kv_pool_rebalance, allowed)
     if config.has_several_windows and config.kv_max_tokens is not None and config.kv_cache_manager == "v1":
         allowed = (
             "None with several attention windows (each window has its own pool, so one token count has no meaning); "

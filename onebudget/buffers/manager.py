@@ -18,6 +18,7 @@ from onebudget.buffers.pinned_pool import PinnedPool
 from onebudget.buffers.transfer import HostData, copy_buffer, copy_from_host, fill_buffer
 from onebudget.buffers.virtual.allocator import VirtualAllocator
 from onebudget.buffers.virtual.config import BACKGROUND, VirtualConfig, config_stack
+from onebudget.buffers.virtual.elastic import ELASTIC_TAG, ElasticAllocator, ElasticBuffer
 from onebudget.device.allocators import Allocator, Pool
 from onebudget.device.sample import PoolStats
 from onebudget.device.streams import Stream
@@ -79,6 +80,14 @@ class BufferManager:
         config = config_stack.current
         source = self._virtual_source(config) if config else self.device.blocking
         return self._make(MemoryKind.GPU, source, size, dtype, owner)
+
+    def elastic(self, size: Size, dtype: Any = "uint8", *, owner: str | None = None) -> ElasticBuffer:
+        """Addresses of device memory; what lies behind them comes and goes by pieces, with the scope's tag where one is
+        active. ``DeviceError`` where the device has no virtual memory."""
+        self._check_open()
+        shape, count = parse_shape(size)
+        source = ElasticAllocator(self.device, config_stack.current or VirtualConfig(ELASTIC_TAG), self.stream)
+        return ElasticBuffer(source, owner or self.owner, shape, count, element_type(dtype))
 
     def cpu(self, size: Size, dtype: Any = "uint8", *, owner: str | None = None) -> Buffer:
         """Pageable host memory. Asynchronous copies to or from it are not asynchronous."""

@@ -27,6 +27,7 @@ class WrittenStore:
     cleared: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
     """Slots of tiers outside memory that give nothing back."""
+    step_blocks: int = 1
 
     def __post_init__(self) -> None:
         self.blocks: list[list[Slot | None]] = [[None] * self.tokens_per_block for _ in range(self.num_blocks)]
@@ -34,6 +35,12 @@ class WrittenStore:
     @property
     def allocated_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
+
+    def resize(self, num_blocks: int) -> None:
+        del self.blocks[num_blocks:]
+        self.blocks += [[None] * self.tokens_per_block for _ in range(num_blocks - len(self.blocks))]
+        self.cleared = {block for block in self.cleared if block < num_blocks}
+        self.num_blocks = num_blocks
 
     def clear_fresh(self, blocks: Sequence[int]) -> None:
         self.cleared.update(blocks)

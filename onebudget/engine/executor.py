@@ -17,6 +17,7 @@ from onebudget.engine.ranks import RankGroup
 from onebudget.engine.sampler import Sampler
 from onebudget.errors import CapacityError, StateError
 from onebudget.resources import ResourceKind, ResourceManager, SequenceSlotManager
+from onebudget.resources.kv.rebalance import rebalancer
 from onebudget.scheduling import Scheduler, fit_token_budget
 from onebudget.scheduling.moments import Moments
 from onebudget.scheduling.overlap import OverlapLoop
@@ -118,6 +119,7 @@ class Executor:
             on_pause=self.sampler.vacate,
         )
         self._loop: PlainLoop | OverlapLoop = (OverlapLoop if config.overlap else PlainLoop)(self._moments)
+        self.rebalancer = rebalancer(kv, config, peers=self.ranks, apart=agreement is not None)
 
     @property
     def has_work(self) -> bool:
@@ -173,6 +175,8 @@ class Executor:
         self._moments.scheduled = 0
         ended = [request for request in self._loop.step() if request.id not in self._cancelled]
         self._cancelled.intersection_update(request.id for request in self.scheduler.running)
+        if self.rebalancer is not None:
+            self.rebalancer.after_step()
         if self.error_budget.exhausted:
             return ended + self._stop()
         return ended or self._refuse_stuck()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from onebudget.attention import backend_for
 from onebudget.budget.ranks import host_tier_bytes
+from onebudget.engine.elastic_cache import elastic_sizes
 from onebudget.errors import AllocationError, ConfigError
 from onebudget.models.facts import KV_DTYPE_BYTES, kv_dtype_name
 from onebudget.resources.kv import division
@@ -70,26 +71,29 @@ def build_kv_cache(
     counts = [blocks] * len(layouts) if isinstance(blocks, int) else blocks
     counters = KVCounters()
     with ExitStack() as undo:
-        pools = []
-        for group, count in zip(layouts, counts, strict=True):
+        pools: list[KVPool] = []
+        wanted = [_layout(facts, dtype, config, len(group.layers)) for group in layouts]
+        sizes = None if probe_lengths else elastic_sizes(station, config, layouts, wanted, counts)
+        for number, (layout, count) in enumerate(zip(wanted, counts, strict=True)):
             with station.stages.open("kv_cache"):
-                pools.append(KVPool(station.manager, _layout(facts, dtype, config, len(group.layers)), count))
+                pools.append(sizes[number].make(station.manager) if sizes else KVPool(station.manager, layout, count))
             undo.callback(pools[-1].release)
         tiers = _Tiers(station, config, pools) if not probe_lengths and uses_tiers(layouts, config) else None
         if tiers is not None:
             undo.callback(tiers.release)
+        whole = [pool.num_blocks == count for pool, count in zip(pools, counts, strict=True)]
         groups = [
             KVGroup(
                 pool,
                 layers=group.layers,
                 window_tokens=group.window_tokens,
                 step_slack_blocks=0 if probe_lengths else division.step_slack(group, pool.num_blocks, config),
-                serves_any_batch=division.serves_any_batch(group, config) and not probe_lengths,
+                serves_any_batch=division.serves_any_batch(group, config) and kept and not probe_lengths,
                 near=tiers.near(pool) if tiers else None,
                 far=tiers.far(pool) if tiers else None,
                 counters=counters,
             )
-            for group, pool in zip(layouts, pools, strict=True)
+            for group, pool, kept in zip(layouts, pools, whole, strict=True)
         ]
         undo.pop_all()
     return kv_manager(

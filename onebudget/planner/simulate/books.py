@@ -70,6 +70,8 @@ def counted_kv_manager(
     """
     if not pools or any(pool.blocks < 1 for pool in pools):
         raise ConfigError.for_field("kv_blocks", [pool.blocks for pool in pools], "at least 1 block per pool")
+    if config.kv_pool_rebalance and len(pools) > 1:
+        _require_sizes("kv_pool_rebalance", config.kv_pool_rebalance, pools)
     counters = KVCounters()
     meter = meter or CopyMeter()
     groups = [_group(pool, pools, config, counters, meter) for pool in pools]
@@ -102,13 +104,17 @@ def _tier(
     """The pool's share of a tier by bytes; nothing where that is no block."""
     if not tier_bytes:
         return []
-    if any(one.bytes_per_token < 1 for one in pools):
-        raise ConfigError(
-            f"{name}_cache_bytes = {tier_bytes} can't be counted in blocks: bytes per token of the KV cache are not "
-            "known. Give --kv-bytes-per-token, or a ledger with --plan.",
-            field=f"{name}_cache_bytes",
-            value=tier_bytes,
-        )
+    _require_sizes(f"{name}_cache_bytes", tier_bytes, pools)
     total = sum(one.blocks * one.bytes_per_token for one in pools)
     slots = tier_bytes * pool.blocks // (total * config.tokens_per_block)
     return [CountedTier(name, slots, in_memory=name == "host")] if slots else []
+
+
+def _require_sizes(knob: str, value: object, pools: Sequence[CountedPool]) -> None:
+    if any(one.bytes_per_token < 1 for one in pools):
+        raise ConfigError(
+            f"{knob} = {value} can't be counted in blocks: bytes per token of the KV cache are not known. Give "
+            "--kv-bytes-per-token, or a ledger with --plan.",
+            field=knob,
+            value=value,
+        )

@@ -16,6 +16,7 @@ from onebudget.planner.simulate.tokens import prompt_token_ids
 from onebudget.planner.simulate.virtual_time import VirtualCard
 from onebudget.progress import SilentProgress
 from onebudget.resources import ResourceKind, ResourceManager, SequenceSlotManager
+from onebudget.resources.kv.rebalance import rebalancer
 from onebudget.scheduling.moments import Moments
 from onebudget.scheduling.overlap import OverlapLoop
 from onebudget.scheduling.plain import PlainLoop
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 STATED_KNOBS = (
     "max_seq_len", "max_batch_size", "max_num_tokens", "tokens_per_block", "kv_cache_manager", "enable_block_reuse",
     "enable_chunked_prefill", "scheduler_policy", "batch_wait", "overlap", "max_util_for_resume", "host_cache_bytes",
-    "disk_cache_bytes",
+    "disk_cache_bytes", "kv_pool_rebalance",
 )  # fmt: skip
 UNKNOWN_ANSWERS = "Answers are taken to differ from everything else: only prompts are found in the cache."
 NO_PREFIXES = "The trace names no prefixes: nothing is reused between requests."
@@ -93,6 +94,7 @@ class Simulation:
             self.scheduler, self.resources, self.kv, self.card, clock=self.card.time, on_failure=self._fail
         )
         self.loop = OverlapLoop(self._moments) if config.overlap else PlainLoop(self._moments)
+        self.rebalancer = rebalancer(self.kv, config, clock=self.card.time)
         self._next = 0
         self._refused = self._failed = self._finished = 0
         self._trimmed = 0
@@ -118,6 +120,8 @@ class Simulation:
             return self._refused - refused
         steps = self.card.steps
         ended = self.loop.step()
+        if self.rebalancer is not None:
+            self.rebalancer.after_step()
         if self.card.steps == steps and not ended:
             ended = self._stuck()
         for request in ended:

@@ -116,6 +116,16 @@ class BlockPool:
         """Private blocks of a sequence that no longer needs them."""
         self._recycled += blocks
 
+    def resize(self, num_blocks: int) -> None:
+        """Give out blocks below ``num_blocks`` alone, those that are new as fresh ones. Nothing is kept for reuse.
+
+        Whoever holds one beyond takes another for it, of which the caller has checked that there are enough.
+        """
+        assert not self._evictable
+        self._recycled = [block for block in self._recycled if block < num_blocks]
+        self._next_fresh = min(self._next_fresh, num_blocks)
+        self.num_blocks = num_blocks
+
     def evict(self, count: int) -> int:
         """Turn up to ``count`` kept blocks into unused ones, as ``take`` would; returns how many."""
         count = min(count, self._evictable)

@@ -133,14 +133,22 @@ def ledger_groups(kv_bytes: int, groups: Sequence[LayerGroup], config: BudgetCon
     ]
 
 
+def least_blocks(group: LayerGroup, config: BudgetConfig) -> int:
+    """Blocks with which the group's pool serves one request of full length."""
+    if group.window_tokens is None:
+        return config.blocks_per_max_request
+    reach = window_reach_blocks(group.window_tokens, config.tokens_per_block)
+    return min(reach, config.blocks_per_max_request) + _slack(config)
+
+
 def step_slack(group: LayerGroup, blocks: int, config: BudgetConfig) -> int:
     """Blocks of the group's pool, which has ``blocks``, that admission leaves to prompt pieces. ``BudgetError`` when no
     request of full length fits beside them."""
     if group.window_tokens is None:
         return 0
     slack = _slack(config)
-    reach = min(window_reach_blocks(group.window_tokens, config.tokens_per_block), config.blocks_per_max_request)
-    if blocks < slack + reach:
+    if blocks < least_blocks(group, config):
+        reach = least_blocks(group, config) - slack
         raise BudgetError(
             f"The pool of the layers with a window of {group.window_tokens} tokens has {blocks} blocks of "
             f"{config.tokens_per_block} tokens; one request takes {reach} and the prompt pieces of a step {slack}. "

@@ -196,6 +196,25 @@ class KVGroup:
         sequence.table = [RETURNED] * returned + blocks
         sequence.returned = returned
 
+    def resize(self, num_blocks: int) -> None:
+        """A pool of ``num_blocks``, at least those in use. What sequences hold beyond is copied to blocks that are free
+        below; ``AllocationError`` with nothing changed when there is no memory for a larger pool."""
+        grows = num_blocks > self.num_blocks
+        if grows:
+            self.store.resize(num_blocks)
+        self.blocks.resize(num_blocks)
+        if not grows:
+            for sequence in self.sequences.values():
+                self._move_below(sequence, num_blocks)
+            self.store.resize(num_blocks)
+
+    def _move_below(self, sequence: KVSequence, num_blocks: int) -> None:
+        moved = {block: self.blocks.take(1)[0] for block in self.private_blocks(sequence) if block >= num_blocks}
+        for source, target in moved.items():
+            self.blocks.store.copy_block(source, target)
+        if moved:
+            sequence.table[:] = [moved.get(block, block) for block in sequence.table]
+
     def close(self, request_id: int) -> None:
         """Give back what a sequence holds; unknown ones hold nothing."""
         sequence = self.sequences.pop(request_id, None)

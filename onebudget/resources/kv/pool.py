@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from onebudget.buffers.dtypes import ITEM_BYTES
+from onebudget.errors import StateError
 
 if TYPE_CHECKING:
-    from onebudget.buffers import BufferManager
+    from onebudget.buffers import Buffer, BufferManager
     from onebudget.resources.kv.tier import BlockTier
 
 OWNER = "kv_cache"
@@ -65,12 +66,15 @@ class KVPool:
 
     def allocate(self) -> None:
         """Take the pool's memory and make its views; also after the memory was lost."""
-        layout = self.layout
-        self.buffer = self._manager.gpu(self.allocated_bytes // ITEM_BYTES[layout.dtype], layout.dtype, owner=OWNER)
-        sizes = [math.prod(shape) * self._slots for shape in layout.parts] * layout.num_layers
+        layout, blocks = self.layout, self._viewed_blocks
+        sizes = [math.prod(shape) * blocks * layout.tokens_per_block for shape in layout.parts] * layout.num_layers
+        self.buffer = self._take(sum(sizes))
         pages = iter(self.buffer.as_tensor().split(sizes))
         self.parts = [[self._part(next(pages), shape) for shape in layout.parts] for _ in range(layout.num_layers)]
         self._pages = [part.blocks for layer in self.parts for part in layer]
+
+    def _take(self, elements: int) -> Buffer:
+        return self._manager.gpu(elements, self.layout.dtype, owner=OWNER)
 
     def clear_fresh(self, blocks: Sequence[int]) -> None:
         """Set ``blocks``, which nobody used before, to 0.
@@ -131,12 +135,21 @@ class KVPool:
             target.copy_(row[start : start + target.numel()], non_blocking=True)
             start += target.numel()
 
+    def resize(self, num_blocks: int) -> None:
+        raise StateError(f"a pool in one plain buffer keeps its {self.num_blocks} blocks")
+
     @property
-    def _slots(self) -> int:
-        return self.num_blocks * self.layout.tokens_per_block
+    def step_blocks(self) -> int:
+        return 0
+
+    @property
+    def _viewed_blocks(self) -> int:
+        """Blocks that the views span."""
+        return self.num_blocks
 
     def _part(self, page: torch.Tensor, shape: tuple[int, ...]) -> PagePart:
-        return PagePart(page.view(self._slots, *shape), page.view(self.num_blocks, -1))
+        blocks = self._viewed_blocks
+        return PagePart(page.view(blocks * self.tokens_per_block, *shape), page.view(blocks, -1))
 
     @property
     def allocated_bytes(self) -> int:

@@ -29,6 +29,16 @@ class KVStore(Protocol):
         """Bytes of one block, as a tier has to keep them."""
         ...
 
+    @property
+    def step_blocks(self) -> int:
+        """``resize`` takes sizes that differ from this one by a multiple of it; 0: the pool keeps its size."""
+        ...
+
+    def resize(self, num_blocks: int) -> None:
+        """Have so many blocks: the last ones go, or new ones come behind them, and all others stay as they are.
+        ``AllocationError`` with nothing changed where there is no memory for more."""
+        ...
+
     def clear_fresh(self, blocks: Sequence[int]) -> None:
         """Make blocks readable that hold whatever was in the memory before."""
         ...
@@ -56,10 +66,14 @@ class CountedStore:
     tokens_per_block: int
     block_bytes: int = 0
     released: bool = False
+    step_blocks: int = 1
 
     @property
     def allocated_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
+
+    def resize(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
 
     def clear_fresh(self, blocks: Sequence[int]) -> None:
         pass

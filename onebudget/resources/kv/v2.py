@@ -108,6 +108,16 @@ class KVCacheManagerV2(KVCacheManager):
             self._unpark_slots(parked)
         return super().free(request, pin_on_release)
 
+    def least_blocks(self, group: KVGroup) -> int:
+        """The fewest blocks that the group's pool can have now: as many as are in use, and pinned ones stay where they
+        are."""
+        pinned = [block for pin in self._pins.values() if pin.group is group for block in pin.private]
+        return max(group.used_blocks, 1 + max(pinned, default=-1))
+
+    def pools_resized(self) -> None:
+        """Pools have other sizes now: one that no longer serves any batch is counted from here on."""
+        self._counted = [group for group in self.groups if not group.serves_any_batch] or [self.groups[0]]
+
     def shutdown(self) -> None:
         self._parked.clear()
         super().shutdown()

@@ -43,6 +43,9 @@ def simulate(
         str | None, typer.Option(help="Card of the catalogue: its rates, and its plan with --model.")
     ] = None,
     kv_blocks: Annotated[int | None, typer.Option(help="Blocks of the KV cache, instead of a plan's.", min=1)] = None,
+    cp: Annotated[
+        int, typer.Option(help="Ranks that share every request (helix); the KV cache is that of the first.", min=1)
+    ] = 1,
     step_times: Annotated[
         Path | None, typer.Option(help="Measured seconds of steps: CSV or JSON of tokens, seconds, perhaps batch.")
     ] = None,
@@ -67,7 +70,7 @@ def simulate(
         plan, model, gpu, kv_blocks, step_times, weights, parameters, kv_bytes_per_token, bandwidth, tflops
     )
     requests = open_trace(trace, limit=limit, seed=seed).at_rate(rate)
-    result = serve(requests, given, knobs, offline=offline, output=output)
+    result = serve(requests, given, knobs, cp_size=cp, offline=offline, output=output)
     _present(result, report, output)
     return ANSWER_IS_NO if result.requests.refused or result.requests.failed else DONE
 
@@ -101,13 +104,14 @@ class GivenLoad:
 
 
 def serve(
-    requests: Trace, given: GivenLoad, knobs: Mapping[str, Any], *, offline: bool, output: Output
+    requests: Trace, given: GivenLoad, knobs: Mapping[str, Any], *, cp_size: int = 1, offline: bool, output: Output
 ) -> SimulationResult:
     """The trace through the simulator, on the card and with the knobs that were given."""
     from onebudget.planner.simulate import read_step_table, roofline, simulate
+    from onebudget.planner.simulate.context_parallel import first_rank, rank_config
     from onebudget.progress import open_progress
 
-    config = _config(knobs, requests)
+    config = rank_config(_config(knobs, requests), first_rank(cp_size))
     ledger = _ledger(given, config, offline=offline, output=output)
     load, notes = _load(given.model, ledger, given.steps(), offline=offline)
     pools = _pools(given.kv_blocks, ledger, load, config)
@@ -118,6 +122,7 @@ def serve(
         clock=clock,
         config=config,
         attended_tokens_cap=ledger.admission.attended_tokens_cap if ledger is not None else None,
+        cp_size=cp_size,
         notes=(*notes, *assumed),
         progress=open_progress(quiet=output.quiet),
     )

@@ -16,6 +16,7 @@ from onebudget.resources.kv.tier import CountedTier
 
 if TYPE_CHECKING:
     from onebudget.config import BudgetConfig
+    from onebudget.resources.kv.helix import HelixRank
     from onebudget.resources.kv.manager import KVCacheManager
     from onebudget.resources.kv.tier import BlockTier
 
@@ -62,9 +63,10 @@ def counted_kv_manager(
     config: BudgetConfig,
     *,
     attended_tokens_cap: int | None = None,
+    helix: HelixRank | None = None,
     meter: CopyMeter | None = None,
 ) -> KVCacheManager:
-    """The manager that ``config`` asks for; ``meter`` hears of its copies.
+    """The manager that ``config`` asks for, of one rank under ``helix``; ``meter`` hears of its copies.
 
     Whole blocks are reused, because traces know of no smaller pieces.
     """
@@ -75,7 +77,9 @@ def counted_kv_manager(
     counters = KVCounters()
     meter = meter or CopyMeter()
     groups = [_group(pool, pools, config, counters, meter) for pool in pools]
-    return kv_manager(groups, config, partial_reuse=False, attended_tokens_cap=attended_tokens_cap, counters=counters)
+    return kv_manager(
+        groups, config, helix=helix, partial_reuse=False, attended_tokens_cap=attended_tokens_cap, counters=counters
+    )
 
 
 def _group(

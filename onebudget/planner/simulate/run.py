@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from onebudget.budget.reserves import seat_count
 from onebudget.config import BudgetConfig
 from onebudget.core import Request, SamplingParams, Timings
 from onebudget.errors import CapacityError, ConfigError
 from onebudget.planner.simulate.books import CopyMeter, CountedPool, counted_kv_manager
+from onebudget.planner.simulate.context_parallel import first_rank, rank_config, rank_notes
 from onebudget.planner.simulate.result import KVUse, RequestCounts, SimulationResult, Spread, StepCounts
 from onebudget.planner.simulate.timeline import Timeline
 from onebudget.planner.simulate.tokens import prompt_token_ids
@@ -17,6 +18,7 @@ from onebudget.planner.simulate.virtual_time import VirtualCard
 from onebudget.progress import SilentProgress
 from onebudget.resources import ResourceKind, ResourceManager, SequenceSlotManager
 from onebudget.resources.kv.rebalance import rebalancer
+from onebudget.scheduling.helix import HelixScheduler
 from onebudget.scheduling.moments import Moments
 from onebudget.scheduling.overlap import OverlapLoop
 from onebudget.scheduling.plain import PlainLoop
@@ -47,6 +49,7 @@ def simulate(
     config: BudgetConfig | None = None,
     tokens_per_block: int | None = None,
     attended_tokens_cap: int | None = None,
+    cp_size: int = 1,
     notes: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> SimulationResult:
@@ -54,7 +57,8 @@ def simulate(
 
     ``kv_blocks``: blocks of the one pool, or a pool per attention window. ``config`` are the knobs of the engine; left
     out, its defaults with a ``max_seq_len`` that takes the longest request. ``tokens_per_block`` overrides that of the
-    config. Requests that can never run are refused and counted, as at submission. ``notes`` stand in the result.
+    config. With a ``cp_size`` above 1 the pool is that of rank 0 of so many ranks that share every request. Requests
+    that can never run are refused and counted, as at submission. ``notes`` stand in the result.
     """
     config = config or BudgetConfig(max_seq_len=max(1, trace.longest_tokens))
     if tokens_per_block is not None:
@@ -62,7 +66,7 @@ def simulate(
     if not trace.requests:
         raise ConfigError.for_field("trace", trace.name, "of at least one request")
     pools = [CountedPool(kv_blocks)] if isinstance(kv_blocks, int) else list(kv_blocks)
-    simulation = Simulation(trace, pools, config, clock, attended_tokens_cap=attended_tokens_cap)
+    simulation = Simulation(trace, pools, config, clock, attended_tokens_cap=attended_tokens_cap, cp_size=cp_size)
     with (progress or SilentProgress()).stage("requests", len(trace.requests)) as stage:
         while not simulation.done:
             stage.advance(simulation.advance())
@@ -80,16 +84,18 @@ class Simulation:
         clock: StepClock,
         *,
         attended_tokens_cap: int | None = None,
+        cp_size: int = 1,
     ) -> None:
+        helix = first_rank(cp_size)
         self._trace = trace
-        self._config = config
+        self._config = config = rank_config(config, helix)
         self._clock = clock
         meter = CopyMeter()
-        self.kv = counted_kv_manager(pools, config, attended_tokens_cap=attended_tokens_cap, meter=meter)
+        self.kv = counted_kv_manager(pools, config, attended_tokens_cap=attended_tokens_cap, helix=helix, meter=meter)
         self.card = VirtualCard(clock, self._launched, meter.take)
         slots = SequenceSlotManager(seat_count(max_batch_size=config.max_batch_size))
         self.resources = ResourceManager({ResourceKind.SEQ_SLOT: slots, ResourceKind.KV: self.kv}, fit=self._fit)
-        self.scheduler = Scheduler(config, self.kv)
+        self.scheduler = Scheduler(config, self.kv) if helix is None else HelixScheduler(config, self.kv, helix)
         self._moments = Moments(
             self.scheduler, self.resources, self.kv, self.card, clock=self.card.time, on_failure=self._fail
         )
@@ -240,7 +246,7 @@ class Simulation:
             batch_size_histogram=dict(sorted(self.card.decode_batches.items())),
             timeline=self._timeline.points(end_s),
             clock=self._clock.stated(),
-            settings={name: getattr(self._config, name) for name in STATED_KNOBS},
+            settings=self._settings(),
             notes=(*self._notes(), *notes),
         )
 
@@ -270,7 +276,14 @@ class Simulation:
             counters=counters.to_dict(),
         )
 
+    def _settings(self) -> dict[str, Any]:
+        helix = self.kv.helix
+        ranks = {} if helix is None else {"cp_size": helix.cp_size}
+        return {name: getattr(self._config, name) for name in STATED_KNOBS} | ranks
+
     def _notes(self) -> tuple[str, ...]:
+        if self.kv.helix is not None:
+            return rank_notes(self.kv.helix)
         prefixes = any(request.prefix_ids is not None for request in self._trace.requests)
         return (UNKNOWN_ANSWERS if prefixes else NO_PREFIXES,)
 

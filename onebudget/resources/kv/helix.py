@@ -62,6 +62,19 @@ class HelixRank:
             return self.kept(tokens, tokens_per_block)
         return self.kept(prompt, tokens_per_block) + self.kept(tokens - prompt, tokens_per_block)
 
+    def reach(self, request: Request, local_tokens: int, tokens_per_block: int) -> int:
+        """The most tokens of a sequence of which this rank keeps no more than ``local_tokens``."""
+        if request.is_dummy:
+            return local_tokens
+        of_prompt = self.kept(request.prompt_tokens, tokens_per_block)
+        if local_tokens < of_prompt:
+            return self._reach(local_tokens, tokens_per_block)
+        return request.prompt_tokens + self._reach(local_tokens - of_prompt, tokens_per_block)
+
+    def _reach(self, local_tokens: int, tokens_per_block: int) -> int:
+        rounds, rest = divmod(local_tokens, tokens_per_block)
+        return (rounds * self.cp_size + self.rank) * tokens_per_block + rest
+
 
 def check_helix(groups: Sequence[KVGroup], *, reuse: bool) -> None:
     """``ConfigError`` where layers attend to a window: what leaves it would depend on other ranks. Warns that nothing

@@ -144,6 +144,8 @@ def test_the_page_stands_alone(invoke: Invoke, trace: Path, tmp_path: Path) -> N
         (("synthetic", "--kv-blocks", 5, "--step-times", "nowhere"), "nowhere can't be read"),
         (("synthetic", "--plan", "nowhere.json"), "nowhere.json can't be read"),
         (("synthetic", "--kv-block", 5), "did you mean --kv-blocks"),
+        (("synthetic", "--kv-blocks", 5, *STEPS, "--cp", 2, "--kv-cache-manager", "v1"), "'v2' under helix"),
+        (("synthetic", "--kv-blocks", 5, *STEPS, "--cp", 0), "--cp"),
         (("synthetic", "--kv-blocks", 5, "--model", "nobody-7b", "--offline"), "No model is known as 'nobody-7b'"),
         ((), "TRACE"),
     ],
@@ -152,3 +154,37 @@ def test_unusable_input_is_a_paragraph(invoke: Invoke, arguments: tuple[object, 
     result = invoke("simulate", *arguments, "--quiet")
     assert result.status == 2
     assert words in result.paragraph
+
+
+def test_ranks_that_share_requests_need_their_part_of_the_blocks(invoke: Invoke, trace: Path) -> None:
+    """1,100 prompt tokens and 8 new ones are 35 blocks of 32. Of two ranks the first keeps 17 whole blocks, and the 12
+    tokens of the prompt's last block with the 8 new ones; of four it keeps 9 whole blocks, and the new tokens."""
+    common = ("simulate", trace, *STEPS, "--json", "-q", "--max-batch-size", 1)
+    alone = json.loads(invoke(*common, "--kv-blocks", 35).out)
+    assert (alone["requests"]["finished"], alone["kv"]["peak_used_blocks"]) == (5, 35)
+    assert invoke(*common, "--kv-blocks", 34).status == 1
+    for ranks, blocks in ((2, 18), (4, 10)):
+        result = invoke(*common, "--cp", ranks, "--kv-blocks", blocks)
+        document = json.loads(result.out)
+        assert (result.status, result.err) == (0, "")
+        assert document["requests"] == {"submitted": 5, "finished": 5, "refused": 0, "failed": 0}
+        assert (document["kv"]["blocks"], document["kv"]["peak_used_blocks"]) == (blocks, blocks)
+        assert document["kv"]["reused_tokens"] == 0
+        assert document["settings"]["kv_cache_manager"] == "v2"
+        assert document["settings"]["cp_size"] == ranks
+        assert f"rank 0 of {ranks} ranks" in document["notes"][0]
+        refused = invoke(*common, "--cp", ranks, "--kv-blocks", blocks - 1)
+        assert (refused.status, json.loads(refused.out)["requests"]["refused"]) == (1, 5)
+
+
+def test_a_group_of_one_is_no_group(invoke: Invoke, trace: Path) -> None:
+    common = ("simulate", trace, "--kv-blocks", 200, *STEPS, "--json", "-q")
+    assert json.loads(invoke(*common, "--cp", 1).out) == json.loads(invoke(*common).out)
+
+
+def test_ranks_plan_the_pool_of_one_card(invoke: Invoke, trace: Path) -> None:
+    model = ("llama-3.1-8b", "--gpu", "L40S-48GB", "--max-seq-len", 8192, "--offline", "--json", "-q")
+    planned = json.loads(invoke("plan", *model, "--kv-cache-manager", "v2", "--no-enable-block-reuse").out)["kv_cache"]
+    served = json.loads(invoke("simulate", trace, "--cp", 2, "--model", *model).out)
+    assert served["kv"]["blocks"] == planned["blocks"] > 0
+    assert served["requests"]["finished"] == 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onebudget.budget.ledger import Cap, Change, DeviceLine, KVCacheLine, KVGroup, Ledger, Phase, Term
 from onebudget.planner.policies.base import Figure, PlanRequest
@@ -106,6 +106,19 @@ def build_ledger(request: PlanRequest, outcome: Outcome) -> Ledger:
         notes=outcome.notes,
         warnings=(*outcome.warnings, *(_refusals(outcome, pool, needed, refused=refused))),
     )  # fmt: skip
+
+
+def widened(ledger: Ledger, others: Iterable[Ledger]) -> Ledger:
+    """The ledger with a range of the cache that takes in those of ``others``: plans of versions that may as well be
+    meant."""
+    lines = [each.kv_cache for each in (ledger, *others)]
+    span = {
+        "low_bytes": min(line.low_bytes or 0 for line in lines),
+        "high_bytes": max(line.high_bytes or 0 for line in lines),
+        "low_tokens": min(line.low_tokens or 0 for line in lines),
+        "high_tokens": max(line.high_tokens or 0 for line in lines),
+    }
+    return ledger.replace(kv_cache=replace(ledger.kv_cache, **span))
 
 
 def _refusals(outcome: Outcome, pool: int, needed: int, *, refused: bool) -> Iterable[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, timedelta
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Number = tuple[int, int, int]
 
+HALF_A_YEAR = timedelta(days=183)
+
 _NUMBER = re.compile(r"(?<![\w.-])v?(\d+)\.(\d+|x)(?:\.(\d+|x))?", re.IGNORECASE)
 _DATE = re.compile(r"(?<!\d)(20\d\d)[-.](\d\d)(?:[-.](\d\d))?(?!\d)")
 _WORKER = re.compile(r"\bV([012])\b")
@@ -25,16 +27,23 @@ _WORKER = re.compile(r"\bV([012])\b")
 @dataclass(frozen=True, slots=True)
 class EngineVersion:
     """A version and what else its text says. ``worker``: the engine core a text like ``"0.8.3 (V0)"`` names; ``given``
-    False where no version was named and a date decided; ``candidate`` for release candidates and development builds.
+    False where no version was named, and ``before`` the day that decided then; ``candidate`` for release candidates and
+    development builds.
     """
 
     number: Number
     worker: str | None = None
     given: bool = True
     candidate: bool = False
+    before: date | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether neither a version nor a date was named: the newest stands for whatever may be meant."""
+        return not self.given and self.before is None
 
     def __str__(self) -> str:
-        return ".".join(str(part) for part in self.number)
+        return _text(self.number)
 
     def at_least(self, *number: int) -> bool:
         """Whether this version has what came with ``number``."""
@@ -56,6 +65,14 @@ def newest(engine: str, before: date | None = None) -> Number:
     return max(fitting, default=min(known))
 
 
+def recent(engine: str) -> tuple[str, ...]:
+    """The last release of each line within half a year before the newest: what somebody who names none may run."""
+    known = releases(engine)
+    since = known[newest(engine)] - HALF_A_YEAR
+    lines = {number[:2]: number for number, day in known.items() if day >= since}
+    return tuple(_text(number) for number in lines.values())
+
+
 def read_version(engine: str, text: str | None, as_of: date | None = None) -> EngineVersion:
     """The version ``text`` names; where it names a date instead, or nothing, the newest release before that date.
 
@@ -70,7 +87,7 @@ def read_version(engine: str, text: str | None, as_of: date | None = None) -> En
     candidate = bool(re.search(r"rc\d|\.?dev\d", bare))
     number = _line_number(engine, found) if found else None
     if number is None or (candidate and number < min(releases(engine))) or _is_development(engine, number, bare):
-        return EngineVersion(newest(engine, day), core, given=False)
+        return EngineVersion(newest(engine, day), core, given=False, before=day)
     if number[0] > newest(engine)[0] + 1:
         raise ConfigError.for_field("engine_version", text, f"a version of {engine}, like {_newest_text(engine)}")
     return EngineVersion(number, core, candidate=candidate)
@@ -108,4 +125,8 @@ def _numbers(name: str) -> Number:
 
 
 def _newest_text(engine: str) -> str:
-    return ".".join(str(part) for part in newest(engine))
+    return _text(newest(engine))
+
+
+def _text(number: Number) -> str:
+    return ".".join(str(part) for part in number)

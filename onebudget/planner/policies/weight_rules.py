@@ -105,7 +105,11 @@ def _attention_parameters(dims: Dims, layer: LayerDims, tp: int) -> tuple[int, i
         query = dims.heads * (dims.nope + dims.rope)
         down = dims.hidden * (dims.kv_lora + dims.rope) + (dims.hidden * dims.q_lora)
         up = (dims.q_lora or dims.hidden) * query + dims.kv_lora * dims.heads * (dims.nope + dims.v_head)
-        return down + (up + dims.heads * dims.v_head * dims.hidden) // tp, dims.q_lora + dims.kv_lora
+        linear, plain = down + (up + dims.heads * dims.v_head * dims.hidden) // tp, dims.q_lora + dims.kv_lora
+        if dims.indexer is not None and not layer.borrows_index:
+            linear += dims.indexer.linear_parameters(dims.q_lora)
+            plain += dims.indexer.plain_parameters(dims.hidden)
+        return linear, plain
     k_dim = layer.k_dim or dims.head_dim
     v_dim = layer.v_dim or dims.head_dim
     heads = dims.heads * (2 if dims.output_gate else 1)
@@ -139,15 +143,25 @@ def _table_bits(dims: Dims, kind: WeightFormat, shard: Shard) -> int:
         return (whole + (rows * dims.hidden if shard.has_head and not dims.tied else 0)) * kind.table_bits
     both = shard.has_embedding and shard.has_head
     copies = 1 if dims.tied and both else int(shard.has_embedding) + int(shard.has_head)
-    small = len(dims.layers) * dims.per_layer_input * (dims.vocab // shard.tp + 2 * dims.hidden)
+    small = len(dims.layers) * dims.per_layer_input * (dims.vocab // shard.tp + 3 * dims.hidden)
     return (copies * rows * dims.hidden + small) * kind.table_bits
 
 
 def rope_bytes(dims: Dims) -> int:
+    """Tables of cosines and sines over all positions."""
     width = dims.rope or dims.head_dim
     if dims.compressed is not None:  # two tables, one for compressed layers, in 32 bits
         return dims.max_len * width * 4 * 2
-    return min(dims.max_len, 2**20) * width * 2 if dims.max_len and dims.family != "opt" else 0
+    if dims.family == "opt":
+        return 0
+    if dims.family.startswith(_TWO_BASES):
+        caching = (layer for layer in dims.layers if layer.kind != "shared")
+        width = sum({layer.kind: layer.k_dim or dims.head_dim for layer in caching}.values())
+    return min(dims.max_len, 2**20) * width * 2
+
+
+_TWO_BASES = ("gemma3", "gemma4")
+"""Families whose windows rotate by a base of their own, as wide as their heads."""
 
 
 # Parameters of encoders whose configs are often partial, from memory of the published models and not checked: a tenth

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onebudget.errors import ConfigError
@@ -90,7 +90,7 @@ def _core_setting(version: EngineVersion, settings: Mapping[str, Any]) -> Engine
     if chosen is None:
         return version
     core = "V1" if str(chosen) in ("1", "True", "true") else "V0"
-    return EngineVersion(version.number, core, version.given, version.candidate)
+    return replace(version, worker=core)
 
 
 def _refuse_layout(request: PlanRequest, dims: Dims) -> None:

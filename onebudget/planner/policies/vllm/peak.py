@@ -66,7 +66,7 @@ def profile_peak(
         f"the larger of forward ({tokens} tokens, {forward / GIB:.2f} GiB) and sampler ({rows} rows of {dims.vocab} x "
         f"{factor} B, {sampler / GIB:.2f} GiB)" + (f", or an encoder ({encoder / GIB:.2f} GiB)" if encoder else "")
     )
-    low, high = peak * 90 // 100, peak * 112 // 100 + kept
+    low, high = peak * 92 // 100, peak * 106 // 100 + kept
     if not version.given:  # the sampler is what changed most between versions
         native = NATIVE_SORT * rows * align_up(dims.vocab, VOCAB_PADDING) if shard.has_head else 0
         low, high = min(low, forward), max(high, min(native, 2 * peak + GIB // 2))

@@ -11,8 +11,9 @@ from typing import ClassVar
 from onebudget.budget.ledger import Ledger
 from onebudget.errors import ConfigError
 from onebudget.planner.policies.base import EnginePolicy, Figure, PlanRequest, ProfileProvider
-from onebudget.planner.policies.ledgers import Budget, Outcome, Part, build_ledger, pool_range
+from onebudget.planner.policies.ledgers import Budget, Outcome, Part, build_ledger, pool_range, widened
 from onebudget.planner.policies.settings import fraction, switch, whole
+from onebudget.planner.policies.versions import recent
 from onebudget.planner.policies.vllm.case import KNOWN_SETTINGS, Case, rank_shards, read_case
 from onebudget.planner.policies.vllm.outside import (
     compressed_kernels,
@@ -37,9 +38,17 @@ class VllmPolicy(EnginePolicy):
     def plan(self, request: PlanRequest, profile: ProfileProvider | None = None) -> Ledger:
         del profile
         case = read_case(request)
-        outcomes = [_stage(_on_card(case, index), shard) for index, shard in enumerate(rank_shards(case))]
-        governing = min(outcomes, key=lambda outcome: outcome.pool.blocks(max(_left(outcome), 0)))
-        return build_ledger(request, governing)
+        ledger = _plan(case)
+        if not case.version.is_open:
+            return ledger
+        others = [_plan(read_case(replace(request, engine_version=version))) for version in recent(self.name)]
+        return widened(ledger, others)
+
+
+def _plan(case: Case) -> Ledger:
+    outcomes = [_stage(_on_card(case, index), shard) for index, shard in enumerate(rank_shards(case))]
+    governing = min(outcomes, key=lambda outcome: outcome.pool.blocks(max(_left(outcome), 0)))
+    return build_ledger(case.request, governing)
 
 
 def _left(outcome: Outcome) -> int:
@@ -129,10 +138,16 @@ def _notes(case: Case) -> tuple[str, ...]:
     return (
         f"vLLM {case.version}, {limits.worker} core"
         + (", newer runner" if limits.v2_runner else "")
-        + ("" if case.version.given else " (no version was given: the newest before the plan's date)"),
+        + ("" if case.version.given else f" (no version was given: {_unnamed(case)})"),
         "gpu_memory_utilization is a share of the card's total, whoever else uses it.",
         f"The profile runs {limits.batch_tokens} tokens in {min(limits.batch_requests, limits.batch_tokens)} requests.",
     )
+
+
+def _unnamed(case: Case) -> str:
+    if case.version.is_open:
+        return "the newest, and the cache's range spans those of half a year"
+    return "the newest before the plan's date"
 
 
 def _warnings(case: Case) -> tuple[str, ...]:

@@ -28,8 +28,9 @@ class PlanRequest:
     ``engine_version`` None means the newest version known before ``as_of``, or the newest of all. ``total_bytes`` and
     ``free_bytes`` override the facts of the GPU: what the driver reports as total, and what was free when the engine
     started (other processes hold the difference, beyond the context). ``stage_total_bytes``: one total per pipeline
-    stage, where stages run on unlike cards. ``use`` says how the engine is started where
-    defaults depend on it: ``"server"`` or ``"offline"``.
+    stage, where stages run on unlike cards. ``host_memory_bytes``: what the machine has, where that is to be checked;
+    on a card of unified memory it bounds the card too. ``use`` says how the engine is started where defaults depend on
+    it: ``"server"`` or ``"offline"``.
     """
 
     model: ModelSource
@@ -44,6 +45,7 @@ class PlanRequest:
     total_bytes: int | None = None
     stage_total_bytes: tuple[int, ...] | None = None
     free_bytes: int | None = None
+    host_memory_bytes: int | None = None
     use: str = "server"
 
 

@@ -10,6 +10,7 @@ from onebudget.budget.ledger import Ledger
 from onebudget.planner.policies.base import EnginePolicy, Figure, PlanRequest, ProfileProvider
 from onebudget.planner.policies.dims import Dims, dims_from_config
 from onebudget.planner.policies.formats import cache_bits, weight_format
+from onebudget.planner.policies.layouts import refuse_layout
 from onebudget.planner.policies.ledgers import Budget, Outcome, Part, Pool, build_ledger
 from onebudget.planner.policies.settings import check_settings, switch, whole
 from onebudget.planner.policies.versions import read_version
@@ -44,6 +45,7 @@ class LlamacppPolicy(EnginePolicy):
         del profile
         settings = check_settings("llamacpp", request.settings, KNOWN_SETTINGS)
         dims = dims_from_config(request.model.config, request.model.name)
+        refuse_layout(request, dims)
         return build_ledger(request, _outcome(request, settings, dims))
 
 

@@ -10,6 +10,7 @@ from onebudget.budget.ledger import Ledger
 from onebudget.planner.policies.base import EnginePolicy, Figure, PlanRequest, ProfileProvider
 from onebudget.planner.policies.dims import Dims, dims_from_config
 from onebudget.planner.policies.formats import cache_bits, weight_format
+from onebudget.planner.policies.layouts import refuse_layout
 from onebudget.planner.policies.ledgers import Budget, Outcome, Part, Pool, build_ledger
 from onebudget.planner.policies.settings import check_settings, fraction, switch, whole
 from onebudget.planner.policies.versions import EngineVersion, read_version
@@ -62,6 +63,7 @@ class SglangPolicy(EnginePolicy):
         settings = check_settings("sglang", request.settings, KNOWN_SETTINGS)
         version = read_version("sglang", request.engine_version, request.as_of)
         dims = dims_from_config(request.model.config, request.model.name)
+        refuse_layout(request, dims, attention_ranks=_attention_ranks(settings, request))
         return build_ledger(request, _outcome(request, settings, version, dims))
 
 

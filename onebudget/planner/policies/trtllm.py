@@ -12,6 +12,7 @@ from onebudget.budget.windows import window_blocks
 from onebudget.planner.policies.base import EnginePolicy, Figure, PlanRequest, ProfileProvider
 from onebudget.planner.policies.dims import Dims, dims_from_config
 from onebudget.planner.policies.formats import WeightFormat, cache_bits, weight_format
+from onebudget.planner.policies.layouts import refuse_layout
 from onebudget.planner.policies.ledgers import Budget, Outcome, Part, Pool, build_ledger
 from onebudget.planner.policies.settings import check_settings, fraction, whole
 from onebudget.planner.policies.versions import EngineVersion, read_version
@@ -46,6 +47,7 @@ class TrtllmPolicy(EnginePolicy):
         settings = check_settings("trtllm", request.settings, KNOWN_SETTINGS)
         version = read_version("trtllm", request.engine_version, request.as_of)
         dims = dims_from_config(request.model.config, request.model.name)
+        refuse_layout(request, dims)
         return build_ledger(request, _outcome(request, settings, version, dims))
 
 

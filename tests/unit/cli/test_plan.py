@@ -110,3 +110,10 @@ def test_a_plan_as_a_page(invoke: Invoke, tmp_path: Path) -> None:
     text = page.read_text()
     assert "What it is good for" in text
     assert "The longest request that could be served" in text
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm", "llamacpp"])
+def test_ranks_that_do_not_divide_the_heads_are_exit_status_2(invoke: Invoke, engine: str) -> None:
+    done = invoke("plan", MODEL, "--gpu", "L4", "--engine", engine, "--tp", 3, *QUICK)
+    assert done.status == 2
+    assert "tp = 3 does not divide the 28 attention" in done.paragraph

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from onebudget.budget.ledger import Cap, Change, DeviceLine, KVCacheLine, KVGroup, Ledger, Phase, Term
 from onebudget.planner.policies.base import Figure, PlanRequest
@@ -112,7 +113,7 @@ def widened(ledger: Ledger, others: Iterable[Ledger]) -> Ledger:
     """The ledger with a range of the cache that takes in those of ``others``: plans of versions that may as well be
     meant."""
     lines = [each.kv_cache for each in (ledger, *others)]
-    span = {
+    span: dict[str, Any] = {
         "low_bytes": min(line.low_bytes or 0 for line in lines),
         "high_bytes": max(line.high_bytes or 0 for line in lines),
         "low_tokens": min(line.low_tokens or 0 for line in lines),

@@ -9,38 +9,25 @@ from typing import Any, Literal
 from onebudget.errors import ModelError
 from onebudget.planner.policies.compressed import CompressedShape, compressed_shape, is_compressed
 from onebudget.planner.policies.encoders import EncoderShape, encoder_shape
+from onebudget.planner.policies.indexer import IndexerShape, indexer_shape
+from onebudget.planner.policies.states import StateShape, state_shape
 
 LayerKind = Literal["full", "sliding", "chunked", "state", "shared"]
 
 _KINDS: Mapping[str, LayerKind] = {
-    "full_attention": "full", "attention": "full", "full": "full", "global": "full", "sliding_attention": "sliding",
-    "sliding": "sliding", "local": "sliding", "chunked_attention": "chunked", "linear_attention": "state",
-    "mamba": "state", "mamba2": "state", "recurrent": "state", "linear": "state", "moe": "shared", "mlp": "shared",
+    "full_attention": "full", "attention": "full", "full": "full", "global": "full", "indexed_attention": "full",
+    "sliding_attention": "sliding", "sliding": "sliding", "local": "sliding", "chunked_attention": "chunked",
+    "linear_attention": "state", "mamba": "state", "mamba2": "state", "recurrent": "state", "linear": "state",
+    "moe": "shared", "mlp": "shared",
 }  # fmt: skip
 _HALF = 2
 
 
 @dataclass(frozen=True, slots=True)
-class StateShape:
-    """Recurrent state of one layer of a hybrid model, in elements: a convolution window and a matrix per head.
-
-    ``conv_rows`` is the length of the window without the newest token; ``conv_width`` its channels; ``matrix`` the
-    elements of all heads' state; ``inner`` the width of the layer's output before its projection.
-    ``matrix_bytes`` is the element size the checkpoint asks for, None the model's own.
-    """
-
-    conv_rows: int
-    conv_width: int
-    matrix: int
-    inner: int
-    heads: int
-    matrix_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class LayerDims:
     """How one layer caches a token: heads and widths, or one latent (``kv_heads`` 0), or a state; ``window`` tokens.
-    ``ratio`` tokens share one entry of a compressed cache."""
+    ``ratio`` tokens share one entry of a compressed cache. ``index_bytes``: per token, of a scorer's keys beside the
+    latent; ``borrows_index``: the layer before chooses for this one."""
 
     kind: LayerKind
     kv_heads: int = 0
@@ -49,6 +36,8 @@ class LayerDims:
     latent: int = 0
     window: int | None = None
     ratio: int = 1
+    index_bytes: int = 0
+    borrows_index: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +70,7 @@ class Dims:
     v_head: int = 0
     state: StateShape | None = None
     compressed: CompressedShape | None = None
+    indexer: IndexerShape | None = None
     draft_layers: int = 0
     output_gate: bool = False
     per_layer_input: int = 0
@@ -125,15 +115,18 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> Dims:
     vision = config.get("vision_config") or {}
     family = str(text.get("model_type") or config.get("model_type") or "").lower()
     compressed = compressed_shape(first.whole, first.get, count) if is_compressed(family) else None
-    rope = compressed.rope if compressed else rope
+    indexer = None if compressed else indexer_shape(first.whole, first.get, count)
+    rope = compressed.rope if compressed else rope or (64 if indexer else 0)  # as in every such family
     layers = _compressed_layers(compressed, head_dim) if compressed else None
+    layers = _indexed_layers(indexer, kv_lora + rope) if indexer else layers
     return Dims(
         name=name or str(config.get("_model_id", "")), family=family, hidden=hidden,
         vocab=first.whole("vocab_size") or _FAMILY_VOCAB.get(family.removesuffix("_text"), 0),
         heads=heads or hidden * 6 // 5 // head_dim, kv_heads=kv_heads, head_dim=head_dim,
         intermediate=_intermediate(first, hidden),
         layers=layers or _layers(first, count, kv_heads, head_dim, kv_lora + rope),
-        max_len=first.whole("max_position_embeddings", "n_positions", "max_sequence_length"),
+        max_len=first.whole("max_position_embeddings", "n_positions", "max_sequence_length")
+        or _FAMILY_LENGTH.get(family.removesuffix("_text"), 0),
         tied=bool(first.get("tie_word_embeddings", _tied_by_default(family))),
         element_bytes=4 if str(first.get("torch_dtype") or first.get("dtype")) == "float32" else _HALF,
         gated=family not in ("opt", "gpt2", "gpt_neox", "falcon", "nemotron_h", "starcoder2"),
@@ -142,9 +135,10 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> Dims:
         or (6 if compressed else 0),  # the default of the family's public configuration class
         expert_intermediate=_expert_intermediate(first),
         shared_intermediate=_shared_intermediate(first),
-        dense_layers=first.whole("first_k_dense_replace"), q_lora=first.whole("q_lora_rank"), kv_lora=kv_lora,
+        dense_layers=first.whole("first_k_dense_replace") or _leading_dense(first),
+        q_lora=first.whole("q_lora_rank"), kv_lora=kv_lora,
         nope=first.whole("qk_nope_head_dim"), rope=rope, v_head=first.whole("v_head_dim"),
-        state=_state(first), compressed=compressed,
+        state=state_shape(first.whole, first.get), compressed=compressed, indexer=indexer,
         draft_layers=first.whole("num_nextn_predict_layers", "mtp_num_hidden_layers"),
         per_layer_input=first.whole("hidden_size_per_layer_input"),
         output_gate=bool(first.get("attn_output_gate")) or family.startswith(("qwen3_next", "qwen3_5")),
@@ -171,6 +165,9 @@ def _guessed(reader: _Reader, family: str) -> tuple[str, ...]:
 
 # Vocabulary of model families whose partial configs leave it out, from other configs of the families.
 _FAMILY_VOCAB = {"qwen3_5": 248320, "qwen3_5_moe": 248320, "gemma4": 262144, "gemma3": 262208, "qwen3_vl_moe": 151936}
+
+_FAMILY_LENGTH = {"gemma3": 131072, "gemma4": 131072}
+"""What transformers takes for these where a config leaves it out."""
 
 
 class _Reader:
@@ -289,6 +286,18 @@ def _compressed_layers(shape: CompressedShape, head_dim: int) -> tuple[LayerDims
     return tuple(layers)
 
 
+def _indexed_layers(shape: IndexerShape, latent: int) -> tuple[LayerDims, ...]:
+    return tuple(
+        LayerDims("full", latent=latent, index_bytes=shape.token_bytes, borrows_index=shared) for shared in shape.shared
+    )
+
+
+def _leading_dense(reader: _Reader) -> int:
+    """Layers before the first with experts, where each layer's kind is listed."""
+    kinds = [str(kind) for kind in reader.get("mlp_layer_types") or ()]
+    return kinds.index("sparse") if "sparse" in kinds else 0
+
+
 def _kinds(reader: _Reader, count: int) -> list[LayerKind]:
     names = reader.get("layer_types") or reader.get("layers_block_type")
     if names:
@@ -352,35 +361,3 @@ def _family_window(reader: _Reader) -> int:
 
 
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "gemma4": 6, "cohere2": 4, "gpt_oss": 2}
-
-
-def _state(reader: _Reader) -> StateShape | None:
-    matrix_bytes = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(reader.get("mamba_ssm_dtype")))
-    linear = reader.get("linear_attn_config")
-    if isinstance(linear, Mapping) and linear.get("num_heads"):
-        width = int(linear["num_heads"]) * int(linear["head_dim"])
-        rows = int(linear.get("short_conv_kernel_size", 4)) - 1
-        return StateShape(rows, 3 * width, width * int(linear["head_dim"]), width, int(linear["num_heads"]), 4)
-    values = reader.whole("linear_num_value_heads")
-    if values:
-        # Released models of this family use 16 key heads and heads of 128; partial configs leave them out.
-        keys = reader.whole("linear_num_key_heads") or 16
-        key_dim = reader.whole("linear_key_head_dim") or 128
-        value_dim = reader.whole("linear_value_head_dim") or 128
-        rows = (reader.whole("linear_conv_kernel_dim") or 4) - 1
-        matrix = values * value_dim * key_dim
-        inner = values * value_dim
-        return StateShape(rows, 2 * keys * key_dim + inner, matrix, inner, values, matrix_bytes)
-    mamba_heads = reader.whole("mamba_num_heads", "mamba_n_heads")
-    if mamba_heads:
-        inner = mamba_heads * (reader.whole("mamba_head_dim", "mamba_d_head") or 64)
-        size = reader.whole("ssm_state_size", "mamba_d_state")
-        groups = reader.whole("n_groups", "mamba_n_groups") or 1
-        rows = (reader.whole("conv_kernel", "mamba_d_conv") or 4) - 1
-        return StateShape(rows, inner + 2 * groups * size, inner * size, inner, mamba_heads, matrix_bytes)
-    if "qwen3_5" in str(reader.get("model_type") or ""):
-        # Known models of the family have states as wide as their queries, in heads of 128.
-        head_dim = reader.whole("head_dim") or 256
-        width = (reader.whole("num_attention_heads") or reader.whole("hidden_size") * 6 // 5 // head_dim) * head_dim
-        return StateShape(3, 2 * 16 * 128 + width, width * 128, width, width // 128, 4)
-    return None

@@ -25,7 +25,7 @@ _ENCODER = re.compile(r"(?:vision|visual|audio|image|multi_modal_projector|mm_pr
 _KV = re.compile(r"\.(?:k_proj|v_proj|attn_k|attn_v)\.")
 _WHOLE = re.compile(
     r"norm|(?:o_proj|down_proj|out_proj)\.bias|\.gate\.(?:weight|e_score)|router|q_a_proj|kv_a_proj|rotary|g_idx|"
-    r"e_score_correction|indexer|sinks"
+    r"e_score_correction|indexer|sinks|eh_proj"
 )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from onebudget.errors import ConfigError
 from onebudget.planner.policies.base import PlanRequest
 from onebudget.planner.policies.dims import Dims, dims_from_config
-from onebudget.planner.policies.formats import WeightFormat, weight_format
+from onebudget.planner.policies.formats import WeightFormat, cache_bits, weight_format
 from onebudget.planner.policies.settings import check_settings, switch
 from onebudget.planner.policies.versions import EngineVersion, read_version
 from onebudget.planner.policies.vllm.defaults import Limits, find_limits
@@ -115,6 +116,17 @@ def _draft(settings: Mapping[str, Any], dims: Dims) -> Draft:
     if "ngram" in method:
         return Draft(tokens)
     return Draft(tokens, 1)
+
+
+def cache_dtype(case: Case) -> str | None:
+    """What was asked for the cache, as text."""
+    given = case.settings.get("kv_cache_dtype")
+    return str(given) if given is not None else case.request.kv_dtype
+
+
+def cached_bits(case: Case) -> Fraction:
+    """Bits of a cached element."""
+    return cache_bits(cache_dtype(case), case.dims.element_bytes, case.dims.quantization)
 
 
 def rank_shards(case: Case) -> list[Shard]:

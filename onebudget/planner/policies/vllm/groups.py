@@ -49,10 +49,22 @@ class GroupPlan:
 
 
 def cached_layers(
-    dims: Dims, bits: Fraction, tp: int, state_bytes: tuple[int, int], draft_tokens: int, *, latent_cache: bool = True
+    dims: Dims,
+    bits: Fraction,
+    tp: int,
+    state_bytes: tuple[int, int],
+    draft_tokens: int,
+    *,
+    latent_cache: bool = True,
+    packed_bytes: int = 0,
+    borrowed_keys: bool = False,
 ) -> list[CachedLayer]:
     """Every layer's cache on one rank; layers that share another's cache own nothing. ``state_bytes``: element sizes of
-    the convolution window and the state; drafts lengthen the window by ``draft_tokens`` rows."""
+    the convolution window and the state; drafts lengthen the window by ``draft_tokens`` rows.
+
+    Of models whose attention is chosen by a scorer: ``packed_bytes`` is what a token's latent takes where it is stored
+    with scales (0: by ``bits``), ``borrowed_keys`` whether layers that borrow their choice keep a scorer's keys.
+    """
     layers = []
     for layer in dims.layers:
         if layer.kind == "shared":
@@ -62,7 +74,9 @@ def cached_layers(
             continue
         elements = layer.latent if latent_cache else _expanded(dims, layer, tp)
         elements = elements or max(1, layer.kv_heads // tp) * (layer.k_dim + layer.v_dim)
-        layers.append(CachedLayer(layer.kind, int(elements * bits / 8), window=layer.window))
+        nbytes = packed_bytes if packed_bytes and layer.index_bytes else int(elements * bits / 8)
+        keys = layer.index_bytes if borrowed_keys or not layer.borrows_index else 0
+        layers.append(CachedLayer(layer.kind, nbytes + keys, window=layer.window))
     return layers
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from onebudget.planner.policies.base import Figure
 from onebudget.planner.policies.dims import Dims
 from onebudget.planner.policies.formats import WeightFormat
+from onebudget.planner.policies.indexer import IndexerRoom
 from onebudget.planner.policies.versions import EngineVersion
 from onebudget.planner.policies.vllm.compressed import profile_bytes_per_token, reserved_bytes
 from onebudget.planner.policies.vllm.defaults import Limits
@@ -45,9 +46,10 @@ def profile_peak(
     *,
     sm: int | None = None,
     encodes: bool = True,
+    room: IndexerRoom | None = None,
 ) -> Figure:
     """Activation peak of the profiling run on one rank. ``sm``: the card's compute capability, as in 90; ``encodes``:
-    whether encoders are profiled first."""
+    whether encoders are profiled first; ``room``: what a scorer of tokens sets aside."""
     tokens = limits.batch_tokens
     rows = min(limits.batch_requests, tokens)
     factor = sampler_bytes_per_logit(version, limits)
@@ -55,6 +57,9 @@ def profile_peak(
     forward = tokens * _forward_bytes_per_token(dims, kind, shard, tokens, version)
     if dims.compressed is not None:
         forward += reserved_bytes(dims.compressed, dims.head_dim, limits.max_len, tokens)
+    if room is not None:
+        choosing = tokens * 2 * (dims.heads // shard.tp * (dims.nope + dims.rope) + dims.hidden)
+        forward = max(forward, choosing + room.passing) + room.kept
     if sm is not None and sm < _FLASH_ATTENTION_SM:
         forward += tokens * dims.hidden * 2
     if not version.at_least(0, 6, 4):

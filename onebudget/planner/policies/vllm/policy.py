@@ -15,6 +15,7 @@ from onebudget.planner.policies.ledgers import Budget, Outcome, Part, build_ledg
 from onebudget.planner.policies.settings import fraction, switch, whole
 from onebudget.planner.policies.versions import recent
 from onebudget.planner.policies.vllm.case import KNOWN_SETTINGS, Case, rank_shards, read_case
+from onebudget.planner.policies.vllm.chosen import reserved_room
 from onebudget.planner.policies.vllm.outside import (
     compressed_kernels,
     context_bytes,
@@ -79,7 +80,10 @@ def _stage(case: Case, shard: Shard) -> Outcome:
     outside = non_torch(version, limits.worker, request.gpu, request.layout.tp, ranks)
     graphs = graph_bytes(limits, dims, request.layout.tp)
     penalties = penalty_buffers(version, limits, dims)
-    peak = profile_peak(dims, case.kind, shard, limits, version, sm=request.gpu.sm, encodes=_encodes(case, shard))
+    peak = profile_peak(
+        dims, case.kind, shard, limits, version, sm=request.gpu.sm, encodes=_encodes(case, shard),
+        room=reserved_room(case, shard.tp),
+    )  # fmt: skip
     charged = [
         Part("weights", "models", weights, "load"),
         Part("lora", "models", _lora(case, shard), "load"),

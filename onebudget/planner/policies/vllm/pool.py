@@ -8,10 +8,10 @@ from onebudget.budget.ledger import KVGroup
 from onebudget.errors import ConfigError
 from onebudget.planner.policies.compressed import CompressedShape
 from onebudget.planner.policies.dims import Dims, LayerDims
-from onebudget.planner.policies.formats import cache_bits
 from onebudget.planner.policies.ledgers import Pool
 from onebudget.planner.policies.settings import switch, whole
-from onebudget.planner.policies.vllm.case import Case
+from onebudget.planner.policies.vllm.case import Case, cached_bits
+from onebudget.planner.policies.vllm.chosen import packed_latent
 from onebudget.planner.policies.vllm.compressed import BLOCK_TOKENS as COMPRESSED_BLOCK
 from onebudget.planner.policies.vllm.compressed import plan_compressed
 from onebudget.planner.policies.vllm.groups import (
@@ -122,11 +122,12 @@ def _ledger_groups(plan: GroupPlan, nbytes: int) -> list[KVGroup]:
 
 def _groups(case: Case, shard: Shard) -> GroupPlan:
     dims, settings, version = case.dims, case.settings, case.version
-    bits = cache_bits(_cache_dtype(case), dims.element_bytes, dims.quantization)
     stage = _with_layers(dims, shard, case.draft.layers if shard.has_head else 0)
     layers = cached_layers(
-        stage, bits, shard.tp, _state_elements(case), case.draft.tokens, latent_cache=version.at_least(0, 7)
-    )
+        stage, cached_bits(case), shard.tp, _state_elements(case), case.draft.tokens,
+        latent_cache=version.at_least(0, 7), packed_bytes=packed_latent(case, shard.tp),
+        borrowed_keys=not version.at_least(0, 23),
+    )  # fmt: skip
     if not layers:
         raise ConfigError("a pipeline stage without any cached layer can't be planned.", field="pp")
     windows = case.limits.worker == "V1" and version.at_least(0, 9)
@@ -155,8 +156,3 @@ def _state_elements(case: Case) -> tuple[int, int]:
         asked = 4  # the family's configs ask for 32 bits; partial ones leave it out
     ssm = names.get(str(case.settings.get("mamba_ssm_cache_dtype")), asked or own)
     return names.get(str(case.settings.get("mamba_cache_dtype")), own), ssm
-
-
-def _cache_dtype(case: Case) -> str | None:
-    given = case.settings.get("kv_cache_dtype")
-    return str(given) if given is not None else case.request.kv_dtype

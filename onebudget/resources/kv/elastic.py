@@ -78,7 +78,7 @@ class ElasticPool(KVPool):
     def _pieces(self, first: int, end: int) -> Iterator[tuple[int, int]]:
         """Start and length in bytes of the pieces of blocks ``first`` to ``end`` in all rows."""
         step = self.step_blocks
-        cuts = [first, *range(first + (end - first) % step or first + step, end, step), end]
+        cuts = [first, *range(first + ((end - first) % step or step), end, step), end]
         row = 0
         for part_bytes in part_block_bytes(self.layout) * self.num_layers:
             for start, stop in pairwise(cuts):

@@ -42,12 +42,16 @@ def run(
     ] = None,
     device: Annotated[str, typer.Option(help="host, or cuda[:N].")] = "host",
     strict_memory: Annotated[bool, typer.Option("--strict-memory", help="Enforce the capacity in every step.")] = False,
+    attention_dp: Annotated[
+        bool, typer.Option("--attention-dp", help="Under torchrun: deal requests to the ranks, keep attention whole.")
+    ] = False,
     report: Annotated[Path | None, typer.Option(help="Write an HTML page about the run.")] = None,
     knobs: Mapping[str, Any],
     output: Output,
 ) -> int:
     """Serve prompts on one device within its budget, or on one device per rank under torchrun."""
     given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    engine = {"device": device, "strict_memory": strict_memory, "attention_dp": attention_dp}
     sampling = {name: value for name, value in given.items() if value is not None}
 
     def serve(ranks: RankGroup, output: Output) -> int:
@@ -56,7 +60,7 @@ def run(
         check_report_path(page)
         workload = _workload(model, lines, sampling)
         try:
-            with output.clean_stdout(), _engine(model, device, strict_memory, knobs, output) as llm:
+            with output.clean_stdout(), _engine(model, output, {**engine, **knobs}) as llm:
                 outputs = llm.generate(workload.prompts, workload.params, return_on_interrupt=True)
                 document = workload.judge(llm.run_report(outputs), outputs)
                 interrupted = llm.interrupted
@@ -86,15 +90,15 @@ def _workload(model: str | None, lines: list[PromptLine], sampling: Mapping[str,
     return Workload([line.prompt for line in lines], [line.params(defaults) for line in lines])
 
 
-def _engine(model: str | None, device: str, strict_memory: bool, knobs: Mapping[str, Any], output: Output) -> LLM:
+def _engine(model: str | None, output: Output, arguments: Mapping[str, Any]) -> LLM:
     from onebudget.progress import open_progress
 
     try:
         from onebudget import LLM
         from onebudget.models.demo import ensure_demo_model
 
-        folder = model or ensure_demo_model(quiet=output.quiet, offline=bool(knobs.get("offline")))
+        folder = model or ensure_demo_model(quiet=output.quiet, offline=bool(arguments.get("offline")))
     except ModuleNotFoundError as error:
         raise ConfigError(f"Running a model needs {error.name}: pip install 'onebudget[run]' brings it.") from error
     progress = open_progress(quiet=output.quiet)
-    return LLM(folder, device=device, strict_memory=strict_memory, progress=progress, **knobs)
+    return LLM(folder, progress=progress, **arguments)

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from onebudget.budget.reserves import seat_count
+from onebudget.engine.data_parallel import attention_data_parallel
 from onebudget.engine.executor import Executor
 from onebudget.engine.kv_cache import build_kv_cache, layer_groups
 from onebudget.engine.model_runner import ModelRunner
@@ -27,6 +28,12 @@ def kv_cost(facts: ModelFacts, dtype: str, config: BudgetConfig) -> CacheCost:
     return cache_cost(layer_groups(facts, dtype, config), config)
 
 
+def engine_seats(facts: ModelFacts, config: BudgetConfig) -> int:
+    """Sequence slots of an engine: under attention data parallelism one more, for the dummy of a rank whose own
+    requests hold all others while their last tokens are on the way."""
+    return seat_count(max_batch_size=config.max_batch_size) + facts.attention_dp
+
+
 def build_executor(
     station: Station,
     config: BudgetConfig,
@@ -45,13 +52,16 @@ def build_executor(
     with ExitStack() as undo:
         undo.callback(kv.shutdown)
         runner = ModelRunner(
-            station.model, config, kv, station.device, station.manager, station.stages, metered=metered
-        )
+            station.model, config, kv, station.device, station.manager, station.stages,
+            ranks=station.ranks, metered=metered,
+        )  # fmt: skip
         undo.callback(runner.release)
-        slots = SequenceSlotManager(seat_count(max_batch_size=config.max_batch_size))
+        slots = SequenceSlotManager(engine_seats(station.model.facts, config))
         sampler = Sampler(config.seed, _penalties(station, config, slots))
         undo.pop_all()
-    return Executor(config, runner, kv, slots=slots, sampler=sampler, ranks=station.ranks)
+    own_requests = station.model.facts.attention_dp and station.ranks.shared
+    agreement = attention_data_parallel(station.ranks, kv) if own_requests else None
+    return Executor(config, runner, kv, slots=slots, sampler=sampler, ranks=station.ranks, agreement=agreement)
 
 
 def _penalties(station: Station, config: BudgetConfig, slots: SequenceSlotManager) -> PenaltyStore | None:

@@ -16,7 +16,7 @@ from onebudget.config import BudgetConfig, resolve_max_seq_len
 from onebudget.engine.agreement import agree_on_ledger, agree_on_settings
 from onebudget.engine.assembly import build_executor
 from onebudget.engine.derivation import engine_ledger, left_out
-from onebudget.engine.dry_runs import dry_profile
+from onebudget.engine.dry_runs import WholeModel
 from onebudget.engine.executor import Counters, Executor
 from onebudget.engine.graph_budget import declare_graphs, engine_graph_sizes
 from onebudget.engine.graphs import DecodeGraphs, GraphCounts, padding_blocks
@@ -71,8 +71,10 @@ def build_engine(
     *,
     strict_memory: bool,
     ranks: RankGroup | None = None,
+    attention_dp: bool = False,
 ) -> Engine:
-    """Everything from a model folder and a device to an engine ready to serve, this rank's part of it with ``ranks``.
+    """Everything from a model folder and a device to an engine ready to serve, this rank's part of it with ``ranks``,
+    which has requests of its own with ``attention_dp``.
 
     Takes over ``device``: it is closed with the engine, and also when building fails. Raises ``ModelError`` for
     unusable files and ``BudgetError``, with the whole ledger, when the model can't be served on this device.
@@ -82,7 +84,9 @@ def build_engine(
         ranks = ranks or RankGroup()
         ranks.when_parted(tensor_parallel.forget_meshes)
         with ranks.stage("check"):
-            facts = tensor_parallel.facts_of_rank(folder, load.read_facts(folder), ranks.size)
+            facts = tensor_parallel.facts_of_rank(
+                folder, load.read_facts(folder), ranks.size, attention_dp=attention_dp
+            )
             check_kv_dtype(facts, config.kv_cache_dtype)
             config = resolve_max_seq_len(config, facts.max_position).config
             dtype = load.choose_dtype(config.dtype, facts, device.torch_device)
@@ -151,7 +155,7 @@ def _profiled(
 
     def dry_run() -> ProfileResult:
         with ranks.explaining():
-            dry = dry_profile(folder, dtype, config, ranks=facts.ranks)
+            dry = WholeModel(folder, facts).profile(dtype, config)
             engine_ledger(folder, facts, dtype, config, dry, device=device)
         return dry
 

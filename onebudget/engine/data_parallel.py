@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from onebudget.errors import AgreementError
 from onebudget.scheduling.agreement import AttentionDataParallel
 
 if TYPE_CHECKING:
@@ -19,7 +20,10 @@ def attention_data_parallel(ranks: RankGroup, kv: KVCacheManager) -> AttentionDa
 
     def gather(name: str, value: Any) -> Sequence[Any]:
         with ranks.guard(name):
-            return ranks.gather(value)
+            found = ranks.gather((name, value))
+            if any(other != name for other, _ in found):
+                raise AgreementError(f"ranks stand at different exchanges of a step: {[other for other, _ in found]}")
+            return [each for _, each in found]
 
     def make_dummies(ids: list[int]) -> list[Request] | None:
         return kv.add_dummy_requests(ids, generation=True, tokens=2)

@@ -14,8 +14,8 @@ from onebudget.budget.derive import derive_budget
 from onebudget.budget.estimation import why_estimation_is_off
 from onebudget.budget.late import LateAllocations
 from onebudget.budget.ledger import DeviceLine, HostLine, Ledger
-from onebudget.budget.reserves import ReserveLine, encoder_reserve_bytes, seat_count
-from onebudget.engine.assembly import kv_cost
+from onebudget.budget.reserves import ReserveLine, encoder_reserve_bytes
+from onebudget.engine.assembly import engine_seats, kv_cost
 from onebudget.engine.dry_runs import WholeModel
 from onebudget.engine.graph_budget import graph_reserves
 from onebudget.engine.kv_cache import host_lines, layer_groups
@@ -87,11 +87,20 @@ def engine_ledger(
         basis={"weights": "exact"},
         groups=None if is_plain(layers) else lambda kv_bytes: ledger_groups(kv_bytes, layers, config),
         host=_host_lines(profile, config),
-        notes=[*notes, *([f"No profiling run took place: {reason}."] if reason else [])],
+        notes=[*notes, *([f"No profiling run took place: {reason}."] if reason else []), *_rank_notes(facts)],
         candidates=lambda wanted: _candidates(dry, facts, dtype, wanted, profile, granule),
     )
     tiers = host_lines(config, device.facts, ledger.kv_cache.bytes, facts.ranks, layers)
     return ledger.replace(host=(*ledger.host, *tiers))
+
+
+def _rank_notes(facts: ModelFacts) -> list[str]:
+    if not facts.attention_dp:
+        return []
+    return [
+        f"Each of {facts.ranks} ranks has requests and a KV cache of its own, with all heads; attention, embedding and "
+        "head are whole on each, and activations hold the hidden states of all ranks at once."
+    ]
 
 
 def declared_reserves(
@@ -157,7 +166,7 @@ def _sampler_reserves(
     if config.enable_penalties:
         late.register(
             late_tables(
-                seats=seat_count(max_batch_size=config.max_batch_size),
+                seats=engine_seats(facts, config),
                 max_beam_width=config.max_beam_width,
                 vocab_size=facts.vocab_size,
                 granule_bytes=granule_bytes,

@@ -34,17 +34,24 @@ class WholeModel:
         self._facts = facts
 
     def profile(self, dtype: str, config: BudgetConfig) -> ProfileResult:
-        return dry_profile(self._folder, dtype, config, ranks=self._facts.ranks)
+        facts = self._facts
+        return dry_profile(self._folder, dtype, config, ranks=facts.ranks, attention_dp=facts.attention_dp)
 
     def graphs(self, dtype: str, config: BudgetConfig) -> GraphDeclaration | None:
         return declare_graphs(self._folder, self._facts, dtype, config)
 
 
 def dry_profile(
-    folder: Path, dtype: str, config: BudgetConfig, *, ranks: int = 1, granularity_bytes: int | None = None
+    folder: Path,
+    dtype: str,
+    config: BudgetConfig,
+    *,
+    ranks: int = 1,
+    attention_dp: bool = False,
+    granularity_bytes: int | None = None,
 ) -> ProfileResult:
     """The profile of the same steps on meta tensors: no memory, no weights, the same bytes."""
-    station = fake_station(folder, dtype, ranks=ranks, granularity_bytes=granularity_bytes)
+    station = fake_station(folder, dtype, ranks=ranks, attention_dp=attention_dp, granularity_bytes=granularity_bytes)
     try:
         return measure(station, config, SilentProgress())[0]
     finally:

@@ -15,7 +15,7 @@ from onebudget.core import Request, ScheduledBatch
 from onebudget.engine.failures import ContextLimit, ErrorBudget, classify, is_out_of_memory, may_retry
 from onebudget.engine.ranks import RankGroup
 from onebudget.engine.sampler import Sampler
-from onebudget.errors import CapacityError, StateError
+from onebudget.errors import AgreementError, CapacityError, StateError
 from onebudget.resources import ResourceKind, ResourceManager, SequenceSlotManager
 from onebudget.resources.kv.rebalance import rebalancer
 from onebudget.scheduling import Scheduler, fit_token_budget
@@ -42,7 +42,9 @@ class Counters:
     """What the steps did so far.
 
     ``deferred``: times a prompt waited because of the cap on attended tokens; ``skipped``: to reuse what another was
-    computing; ``trimmed``: tokens that the token fit postponed; ``retried``: steps that ran again after memory ran out.
+    computing; ``trimmed``: tokens that the token fit postponed; ``retried``: steps that ran again after memory ran out;
+    ``padded``: steps that this rank joined with a dummy, because only others had work; ``postponed``: steps for which
+    another rank had no batch.
     """
 
     steps: int = 0
@@ -62,6 +64,8 @@ class Counters:
     graph_eager: int = 0
     scratch_grow: int = 0
     scratch_shrink: int = 0
+    padded_steps: int = 0
+    postponed_steps: int = 0
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -92,13 +96,15 @@ class Executor:
         self.runner = runner
         self.kv = kv
         seats = seat_count(max_batch_size=config.max_batch_size, headroom=headroom, overlap=config.overlap)
-        self.slots = slots or SequenceSlotManager(seats)
+        self.slots = slots or SequenceSlotManager(seats + (agreement is not None))
         self.resources = ResourceManager(
             {ResourceKind.SEQ_SLOT: self.slots, ResourceKind.KV: kv}, fit=self._fit, publish=publish
         )
         self.sampler = sampler or Sampler(config.seed)
-        self.scheduler = Scheduler(config, kv, attention_dp=agreement is not None, headroom=headroom)
+        self.scheduler = Scheduler(config, kv, headroom=headroom)
         self.ranks = ranks or RankGroup()
+        self.agreement = agreement
+        self.amid_forward = False
         self.counters = Counters()
         self.last_error: Exception | None = None
         self.error_budget = ErrorBudget()
@@ -106,6 +112,7 @@ class Executor:
         self._context_limit = ContextLimit(config.max_num_tokens, config.tokens_per_block)
         self._cancelled: set[int] = set()
         self._drained: list[Request] = []
+        self._steps_begun = 0
         self._report: Callable[[], dict[str, Any]] | None = None
         self._moments = Moments(
             self.scheduler,
@@ -173,10 +180,13 @@ class Executor:
         if self.stopped is not None:
             return self._end_all(self.stopped)
         self._moments.scheduled = 0
+        self._steps_begun += 1
         ended = [request for request in self._loop.step() if request.id not in self._cancelled]
         self._cancelled.intersection_update(request.id for request in self.scheduler.running)
         if self.rebalancer is not None:
             self.rebalancer.after_step()
+        self.counters.padded_steps = self._moments.agreement.padded_steps
+        self.counters.postponed_steps = self._moments.agreement.postponed_steps
         if self.error_budget.exhausted:
             return ended + self._stop()
         return ended or self._refuse_stuck()
@@ -193,6 +203,8 @@ class Executor:
 
     def digest(self) -> int:
         """A number that is the same on all ranks that stand at the same point."""
+        if self.agreement is not None:
+            return self._steps_begun
         queued = [
             (request.id, request.computed_tokens) for request in (*self.scheduler.running, *self.scheduler.waiting)
         ]
@@ -213,7 +225,7 @@ class Executor:
         counters.steps += 1
         context_tokens = batch.context_tokens
         counters.prefill_tokens += context_tokens
-        counters.decode_tokens += len(batch.generation)
+        counters.decode_tokens += len(batch.generation) - len(self._moments.agreement.padding)
         counters.reused_tokens = scheduler.reused_tokens
         counters.deferred, counters.skipped = scheduler.deferred, scheduler.skipped
         counters.paused, counters.resumed = scheduler.paused, scheduler.resumed
@@ -228,19 +240,29 @@ class Executor:
 
     def _failed(self, batch: ScheduledBatch, error: Exception) -> list[Request]:
         """End the requests that a failed step takes with it; the others keep their state and are computed again."""
+        if self._others_wait(error):
+            raise error
         if isinstance(error, CapacityError):
             named = [request for request in batch.requests if request.id == error.request_id]
             if len(named) == 1 and self._moments.give_way(named[0]):
                 return []
             return self._fail(named or batch.requests, error)
-        if self.ranks.shared:
-            raise error  # the other ranks are in the middle of the same step
         blamed = self.sampler.blamed(batch, error)
         if len(blamed) == batch.size or classify(error) == "fatal":  # what one request alone caused is no sign of more
             self.error_budget.charge(classify(error))
             if is_out_of_memory(error) and self._context_limit.failed(self.counters.steps):
                 self.scheduler.max_context_tokens = self._context_limit.tokens
         return self._fail(blamed, error)
+
+    def _others_wait(self, error: Exception) -> bool:
+        """Whether other ranks are in the middle of what failed here, so that all of them end.
+
+        Ranks with requests of their own meet inside the forward alone; others do the same in the whole step, running
+        short of blocks included.
+        """
+        if self.agreement is None:
+            return self.ranks.shared and not isinstance(error, CapacityError)
+        return self.amid_forward or isinstance(error, AgreementError)
 
     def _fail(self, requests: list[Request], error: Exception) -> list[Request]:
         logger.debug("step failed", exc_info=error)
@@ -260,6 +282,8 @@ class Executor:
             f"{type(error).__name__}: {error}"
         )
         logger.error("%s", self.stopped)
+        if self.agreement is not None:
+            raise StateError(self.stopped)  # the others would wait for this rank in the next step
         return self._end_all(self.stopped)
 
     def _end_all(self, reason: str) -> list[Request]:
@@ -326,6 +350,12 @@ class _RunnerModel:
         self._executor = executor
 
     def forward(self, batch: ScheduledBatch, sampled_before: object | None) -> object:
+        self._executor.amid_forward = True
+        output = self._forward(batch)
+        self._executor.amid_forward = False
+        return output
+
+    def _forward(self, batch: ScheduledBatch) -> object:
         runner = self._executor.runner
         try:
             return runner.forward(batch)
@@ -350,7 +380,7 @@ class _RunnerModel:
     def sample(self, batch: ScheduledBatch, output: Any) -> Any:
         executor = self._executor
         sampled = executor.runner.sample(batch, output, executor.sampler)
-        if not executor.ranks.shared:
+        if not executor.ranks.shared or executor.agreement is not None:
             return sampled
         # Ranks may round differently: what rank 0 sampled is where all of them go on.
         tokens = executor.ranks.broadcast(sampled.read())

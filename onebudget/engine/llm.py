@@ -16,6 +16,7 @@ from onebudget.core import Request, RequestOutput, SamplingParams
 from onebudget.device import open_device
 from onebudget.engine.admission import admitted_new_tokens, refuse_what_never_fits
 from onebudget.engine.build import Engine, build_engine
+from onebudget.engine.dealing import Dealt, EveryRank
 from onebudget.engine.measured import measured_terms
 from onebudget.engine.memory_report import memory_report
 from onebudget.engine.prompts import Message, Prompt, as_prompts, tokenize
@@ -49,7 +50,8 @@ class LLM:
 
     Under torchrun each process makes one, with the same arguments, and holds its part of the model; all of them make
     the same calls, and the prompts of rank 0 are what is served. Only knobs that say how much memory there is may
-    differ. A failure of one rank is raised by all.
+    differ. A failure of one rank is raised by all. With ``attention_dp`` the requests of a call are dealt to the ranks:
+    each has all of attention and the cache of its own requests, and only the layers behind attention are divided.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class LLM:
         *,
         device: str = "host",
         strict_memory: bool = False,
+        attention_dp: bool = False,
         progress: Progress | None = None,
         revision: str | None = None,
         offline: bool = False,
@@ -75,10 +78,12 @@ class LLM:
             folder = _model_folder(model, revision, offline)
             opened = _open(device, config, self._ranks)
             self._engine = build_engine(
-                folder, config, opened, self._progress, strict_memory=strict_memory, ranks=self._ranks
-            )
+                folder, config, opened, self._progress,
+                strict_memory=strict_memory, ranks=self._ranks, attention_dp=attention_dp,
+            )  # fmt: skip
         self._engine.executor.set_listener(self._on_token)
         self._engine.executor.set_reporter(partial(memory_report, self._engine))
+        self._dealing = Dealt(self._ranks) if attention_dp else EveryRank()
         self._sessions: dict[int, Session] = {}
         self._next_id = 0
         self._throughput = Throughput()
@@ -133,20 +138,23 @@ class LLM:
         ``KeyboardInterrupt`` is raised, or with ``return_on_interrupt`` what was finished is returned and
         ``interrupted`` set.
         """
-        sessions = self._submit_all(prompts, sampling_params, streaming=False)
+        sessions, own = self._submit_all(prompts, sampling_params, streaming=False)
         try:
-            with self._progress.stage("generate", len(sessions)) as stage:
-                stage.advance(sum(session.request.finished for session in sessions))
-                with closing(self._run(sessions)) as steps:
+            with self._progress.stage("generate", len(own)) as stage:
+                stage.advance(sum(session.request.finished for session in own))
+                with closing(self._run(own)) as steps:
                     for finished in steps:
                         stage.advance(len(finished))
         except KeyboardInterrupt:
             self.interrupted = True
             # The interrupt may have come before the first step.
-            self._end(sessions, self.engine.executor, self.tokenizer)
+            self._end(own, self.engine.executor, self.tokenizer)
             if not return_on_interrupt:
                 raise
-        return [RequestOutput.of(session.request) for session in sessions]
+        outputs = self._dealing.outputs(sessions, own)
+        mine = {session.request.id for session in own}
+        self._throughput.add_elsewhere(output for output in outputs if output.request_id not in mine)
+        return outputs
 
     def chat(
         self,
@@ -164,9 +172,14 @@ class LLM:
         """Like ``generate``, but yields text as it settles, and the output with the last chunk of each request.
 
         Leaving the loop early cancels what is unfinished. Several streams, and calls of ``generate`` between their
-        chunks, share the steps.
+        chunks, share the steps. ``ConfigError`` with ``attention_dp``.
         """
-        sessions = self._submit_all(prompts, sampling_params, streaming=True)
+        if isinstance(self._dealing, Dealt):
+            raise ConfigError(
+                "stream() gives text while this process computes it, and with attention_dp other ranks compute a part: "
+                "use generate()."
+            )
+        sessions, _ = self._submit_all(prompts, sampling_params, streaming=True)
         for _ in self._run(sessions):
             yield from (session.chunk() for session in sessions if session.has_news)
         yield from (session.chunk() for session in sessions if session.has_news)
@@ -231,12 +244,13 @@ class LLM:
     # -- inside -----------------------------------------------------------------------------------------------
 
     def _run(self, sessions: list[Session]) -> Generator[list[Request], None, None]:
-        """Step until all of ``sessions`` ended; whatever is left when the caller stops early is cancelled."""
+        """Step until all of ``sessions`` ended, and those of other ranks; whatever is left when the caller stops early
+        is cancelled."""
         executor, tokenizer = self.engine.executor, self.tokenizer
         started = time.perf_counter()
         try:
             with self._ranks.hold_interrupts():
-                while not all(session.request.finished for session in sessions):
+                while self._dealing.unfinished(sessions):
                     self._ranks.begin_step(executor.digest)
                     with self._ranks.guard("generate"):
                         finished = executor.step()
@@ -264,13 +278,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         streaming: bool,
-    ) -> list[Session]:
+    ) -> tuple[list[Session], list[Session]]:
+        """Sessions of all prompts, and those among them that this rank computes, which are submitted."""
         self.interrupted = False
         self.engine.sleeper.require_awake()
         prompts, sampling_params = self._ranks.await_work((prompts, sampling_params))
         listed = as_prompts(prompts)
         params = self._params_of(sampling_params, len(listed))
-        return [self._submit(prompt, wanted, streaming) for prompt, wanted in zip(listed, params, strict=True)]
+        sessions = [self._admit(prompt, wanted, streaming) for prompt, wanted in zip(listed, params, strict=True)]
+        own = self._dealing.own(sessions)
+        for session in own:
+            if not session.request.finished:
+                self._sessions[session.request.id] = session
+                self.engine.executor.submit(session.request)
+        return sessions, own
 
     def _params_of(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
@@ -283,7 +304,8 @@ class LLM:
             raise ConfigError(f"{count} prompts came with {len(given)} sampling_params: give one for all, or one each.")
         return given
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, streaming: bool) -> Session:
+    def _admit(self, prompt: Prompt, params: SamplingParams, streaming: bool) -> Session:
+        """A session whose request can run, or has ended as refused."""
         executor = self.engine.executor
         end = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.engine.end_token_ids)
         request = Request(self._next_id, [], params, max_new_tokens=0, end_token_ids=end)
@@ -301,9 +323,6 @@ class LLM:
             refuse_what_never_fits(request, executor.resources.block_budgets(request), self.config)
         except RequestError as refused:
             request.finish("refused", str(refused))
-            return session
-        self._sessions[request.id] = session
-        executor.submit(request)
         return session
 
 

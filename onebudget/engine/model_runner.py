@@ -18,7 +18,9 @@ from onebudget.engine.failures import Relief
 from onebudget.engine.graphs import GraphCounts
 from onebudget.engine.inputs import StaticInputs
 from onebudget.engine.logprobs import layers_once, log_probabilities, prompt_pieces
+from onebudget.engine.ranks import RankGroup
 from onebudget.engine.sampled import SampledTokens
+from onebudget.models.rank_rows import RankRows, current_rows
 from onebudget.workspace import AttentionMeta, ScratchBuffer
 
 if TYPE_CHECKING:
@@ -54,8 +56,10 @@ class ModelRunner:
         stages: Stages,
         *,
         metered: bool,
+        ranks: RankGroup | None = None,
     ) -> None:
         self._model = model
+        self._ranks = ranks or RankGroup()
         self._device = device
         self._manager = manager
         self.metered = metered
@@ -91,7 +95,7 @@ class ModelRunner:
             tokens, rows, plan = self.inputs.fill(batch)
             token = current_backend.set(self._backend)
             try:
-                with self._reclaiming(), self._meter():
+                with self._rows_of_all(tokens), self._reclaiming(), self._meter():
                     self._backend.kv_written = False
                     self._backend.begin(plan)
                     self.meta.attend(supports_reclamation=self._backend.supports_workspace_reclamation)
@@ -110,6 +114,20 @@ class ModelRunner:
     def set_sampled(self, tokens: list[int]) -> None:
         """Let the next step start from these tokens, where ranks agreed on others than this one sampled."""
         self.inputs.sampled[: len(tokens)].copy_(torch.tensor(tokens, dtype=torch.int64))
+
+    @contextmanager
+    def _rows_of_all(self, tokens: int) -> Iterator[None]:
+        """Tell the layers that all ranks compute together how many tokens each has in this forward."""
+        facts = self._model.facts
+        if not facts.attention_dp:
+            yield
+            return
+        counts = self._ranks.gather(tokens) if self._ranks.shared else [tokens] * facts.ranks
+        token = current_rows.set(RankRows(tuple(counts), self._ranks.rank))
+        try:
+            yield
+        finally:
+            current_rows.reset(token)
 
     def _reclaiming(self) -> AbstractContextManager[None]:
         return nullcontext() if self.reclaimer is None else self.reclaimer.forward(self.meta)

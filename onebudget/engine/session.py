@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from onebudget.core import Request, RequestOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from onebudget.engine.text import TextBuilder
 
 
@@ -78,6 +80,12 @@ class Throughput:
         self.seconds += seconds
         self.prompt_tokens += sum(session.request.prompt_tokens for session in sessions)
         self.new_tokens += sum(len(session.request.output_token_ids) for session in sessions)
+
+    def add_elsewhere(self, outputs: Iterable[RequestOutput]) -> None:
+        """Tokens that other ranks computed in the same seconds."""
+        for output in outputs:
+            self.prompt_tokens += len(output.prompt_token_ids)
+            self.new_tokens += len(output.token_ids)
 
     def to_dict(self) -> dict[str, float | int]:
         rate = round(self.new_tokens / self.seconds, 3) if self.seconds else 0.0

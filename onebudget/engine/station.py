@@ -34,11 +34,18 @@ class Station:
 
 
 def fake_station(
-    folder: Path, dtype: str, *, ranks: int = 1, capacity_bytes: int = 2**60, granularity_bytes: int | None = None
+    folder: Path,
+    dtype: str,
+    *,
+    ranks: int = 1,
+    attention_dp: bool = False,
+    capacity_bytes: int = 2**60,
+    granularity_bytes: int | None = None,
 ) -> Station:
     """The model's shapes on an accounting-only device: what runs there costs no memory and reads no weights.
 
-    With several ``ranks`` they are those of this rank's part; it exchanges nothing with the others.
+    With several ``ranks`` they are those of this rank's part; it exchanges nothing with the others. With
+    ``attention_dp`` all of them are taken to compute as many tokens as this one.
     """
     from onebudget.buffers import BufferManager
     from onebudget.device import open_device
@@ -48,6 +55,6 @@ def fake_station(
 
     device = open_device("fake", capacity_bytes=capacity_bytes, granularity_bytes=granularity_bytes)
     manager = BufferManager(device.create_stream())
-    facts = facts_of_rank(folder, read_facts(folder), ranks)
+    facts = facts_of_rank(folder, read_facts(folder), ranks, attention_dp=attention_dp)
     model = place_weights(meta_model(folder, dtype), facts, dtype, manager)
     return Station(model, device, manager, Stages(device))

@@ -52,7 +52,8 @@ class ModelFacts:
     """Shape of one model. Sizes in elements; ``layers`` holds one kind per layer, first to last.
 
     ``latent_dim`` is the width a latent (MLA) layer caches per token, 0 elsewhere; ``latent`` has its parts. With
-    several ``ranks`` the heads are those of one rank, everything else is of the whole model.
+    several ``ranks`` the heads are those of one rank, everything else is of the whole model; with ``attention_dp`` each
+    of them has all heads.
     """
 
     name: str
@@ -71,6 +72,7 @@ class ModelFacts:
     quantization: str | None = None
     latent: LatentShape | None = None
     ranks: int = 1
+    attention_dp: bool = False
 
     def kv_elements_per_token(self) -> int:
         """Cached elements of one token over all layers that cache per token (K and V, or one latent)."""

@@ -41,7 +41,7 @@ class LoadedModel:
 
     def refill(self, module: Any) -> None:
         """Write the values of a freshly loaded ``module`` of the same model into the tensors placed already."""
-        whole = tensor_parallel.split(module, self.facts.ranks)
+        whole = tensor_parallel.split(module, self.facts.ranks, attention_dp=self.facts.attention_dp)
         for (_, name, placed), (_, other, fresh) in zip(_tensors(self.module), _tensors(module), strict=True):
             assert name == other and placed.shape == fresh.shape, (name, other)
             tensor_parallel.part(placed).copy_(tensor_parallel.part(fresh, whole))
@@ -131,7 +131,7 @@ def place_weights(module: Any, facts: ModelFacts, dtype: str, manager: BufferMan
     when the module's attention is of a form we can't take over.
     """
     hooks.keep_latent(module, facts)
-    whole = tensor_parallel.split(module, facts.ranks)
+    whole = tensor_parallel.split(module, facts.ranks, attention_dp=facts.attention_dp)
     weights = manager.gpu(weight_bytes(module), owner=OWNER)
     storage, offset = weights.as_tensor(), 0
     placed: dict[int, torch.Tensor] = {}

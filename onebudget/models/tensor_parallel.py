@@ -3,12 +3,15 @@
 transformers supplies the plan, the hooks that exchange activations, and, as DTensors, how each weight is cut. The
 model is loaded in host memory as for one rank; this rank's parts are cut on their way into the device buffer, so a
 device never holds more than its share.
+
+Under attention data parallelism only what stands behind attention is cut (MLPs, experts). Attention, embedding and
+head are whole on every rank, and so are the keys and values of its own requests.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,8 +22,10 @@ import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
-from onebudget.errors import ModelError
+from onebudget.errors import ConfigError, ModelError
+from onebudget.models.rank_rows import share_rows
 
 if TYPE_CHECKING:
     from onebudget.models.facts import ModelFacts
@@ -28,19 +33,37 @@ if TYPE_CHECKING:
 _KEY_PROJECTIONS = {"k_proj", "qkv_proj", "query_key_value"}
 """Modules whose output holds the keys; where a plan cuts them by columns, each rank has its own heads."""
 
+_WHOLE_UNDER_DATA_PARALLELISM = ("attn", "attention", "norm")
+"""Parts of the names of a layer's children that every rank keeps whole under attention data parallelism."""
+
 _meshes: dict[int, tuple[DistributedConfig, Any, DeviceMesh]] = {}
 
 
-def facts_of_rank(folder: Path, facts: ModelFacts, ranks: int) -> ModelFacts:
+def facts_of_rank(folder: Path, facts: ModelFacts, ranks: int, *, attention_dp: bool = False) -> ModelFacts:
     """Facts of one rank's part of the model in ``folder``. ``ModelError`` with the numbers where it can't be divided.
 
     Only attention is divided in them: sizes of hidden states and vocabulary stay whole, and ``head_dim`` is a head's.
+    With ``attention_dp`` attention stays whole too. ``ConfigError`` where one rank alone asks for that.
     """
     if ranks == 1:
+        if attention_dp:
+            raise ConfigError(
+                "attention_dp deals requests to several ranks, and this process is alone: start it under torchrun, or "
+                "leave it out.",
+                field="attention_dp",
+                value=True,
+            )
         return facts
     plan = _plan_of(folder)
     if not plan:
         raise ModelError(f"{facts.name} can't be divided over {ranks} ranks: {facts.architecture} has no plan for it.")
+    if attention_dp:
+        if not _behind_attention(plan):
+            raise ModelError(
+                f"{facts.name} has nothing to divide over {ranks} ranks but attention, which attention_dp keeps whole: "
+                "leave attention_dp out."
+            )
+        return replace(facts, ranks=ranks, attention_dp=True)
     if not _divides_heads(plan):
         return replace(facts, ranks=ranks)
     for count, what in ((facts.num_heads, "attention heads"), (facts.num_kv_heads, "KV heads")):
@@ -67,7 +90,21 @@ def _divides_heads(plan: Mapping[str, str]) -> bool:
     return any(key.rsplit(".", 1)[-1] in _KEY_PROJECTIONS and style == "colwise" for key, style in plan.items())
 
 
-def split(module: Any, ranks: int) -> dict[int, torch.Tensor]:
+def _behind_attention(plan: Mapping[str, str]) -> dict[str, str]:
+    """The rules of ``plan`` for what a layer computes on each token by itself."""
+    return {
+        name: style
+        for name, style in plan.items()
+        if "*" in name and not any(word in _layer_child(name) for word in _WHOLE_UNDER_DATA_PARALLELISM)
+    }
+
+
+def _layer_child(name: str) -> str:
+    """``mlp`` of ``model.layers.*.mlp.gate_proj``."""
+    return name.split("*", 1)[1].lstrip(".").split(".", 1)[0]
+
+
+def split(module: Any, ranks: int, *, attention_dp: bool = False) -> dict[int, torch.Tensor]:
     """Make ``module`` this rank's part: hooks that exchange activations, and DTensors without data for what is cut.
 
     Returns the whole tensor behind each of those, by ``id``. Tied weights that are cut alike stay tied. All ranks call
@@ -84,6 +121,9 @@ def split(module: Any, ranks: int) -> dict[int, torch.Tensor]:
                 whole[child, name] = tensor
                 child._parameters[name] = torch.nn.Parameter(tensor.detach().to("meta"), requires_grad=False)
     config, meshes, _ = _mesh(module, ranks)
+    if attention_dp:
+        module.tp_plan = _behind_attention(module.tp_plan)
+        share_rows(_children_in(module, module.tp_plan))
     type(module).maybe_distribute_model(module, config, meshes)
     behind: dict[int, torch.Tensor] = {}
     cut: dict[object, DTensor] = {}
@@ -95,6 +135,12 @@ def split(module: Any, ranks: int) -> dict[int, torch.Tensor]:
         else:
             child._parameters[name] = tensor
     return behind
+
+
+def _children_in(module: Any, plan: Collection[str]) -> list[torch.nn.Module]:
+    """Those children of the layers that have a rule in ``plan``."""
+    wanted = {f"{name.split('*', 1)[0]}*.{_layer_child(name)}" for name in plan}
+    return [child for name, child in module.named_modules() if replace_layer_number_by_wildcard(name) in wanted]
 
 
 def part(tensor: torch.Tensor, behind: Mapping[int, torch.Tensor] = MappingProxyType({})) -> torch.Tensor:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from onebudget.errors import AgreementError
+
 if TYPE_CHECKING:
     from onebudget.core import Request, ScheduledBatch
 
@@ -18,6 +20,11 @@ Gather = Callable[[str, Any], Sequence[Any]]
 
 
 class Agreement(Protocol):
+    """``padded_steps``: dummies that filled an empty batch so far; ``postponed_steps``: batches that did not run."""
+
+    padded_steps: int
+    postponed_steps: int
+
     @property
     def padding(self) -> list[Request]:
         """Dummies of the step in hand."""
@@ -32,7 +39,10 @@ class Agreement(Protocol):
     def can_queue(self, size: int) -> bool: ...
 
     def stand_in(self, batch: ScheduledBatch) -> None:
-        """Put dummies into an empty batch that takes the place of one that failed after the vote."""
+        """Put dummies into an empty batch that takes the place of one that failed after the vote.
+
+        ``AgreementError`` where there is no room for one: the others wait for this rank then.
+        """
         ...
 
     def end_padding(self) -> None:
@@ -49,6 +59,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.padding: list[Request] = []
+        self.padded_steps = self.postponed_steps = 0
 
     def begin_step(self, has_work: bool) -> None:
         pass
@@ -90,10 +101,15 @@ class AttentionDataParallel:
     def pad(self, batch: ScheduledBatch) -> None:
         if batch.size or not self._somebody_works:
             return
-        self.stand_in(batch)
+        self._fill(batch)
         self.padded_steps += len(self.padding)
 
     def stand_in(self, batch: ScheduledBatch) -> None:
+        self._fill(batch)
+        if not self.padding:
+            raise AgreementError("a batch failed and no KV block is free for the dummy in its place: all ranks end.")
+
+    def _fill(self, batch: ScheduledBatch) -> None:
         self.padding = self._make_dummies([DUMMY_ID]) or []
         batch.generation += self.padding
 

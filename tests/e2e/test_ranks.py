@@ -16,7 +16,11 @@ from onebudget.devtools.tiny_models import TINY_KINDS, tiny_model
 
 WORKER = Path(__file__).with_name("rank_engine.py")
 PROMPTS = ["Hello there", "abc " * 20, "x", "The quick brown fox"]
+DEALT = [*PROMPTS, "zz top " * 9, "a b c d e f g", "one two"]
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 KINDS = sorted(TINY_KINDS)
+OWN_KINDS = ("mla", "moe", "odd")
+ODD_HEADS: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
 
 
 def torchrun(*arguments: object, ranks: int = 2) -> subprocess.CompletedProcess[str]:
@@ -53,7 +57,7 @@ def served(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_give_the_tokens_of_one(kind: str, models: Path, served: list[dict[str, Any]]) -> None:
     with LLM(models / kind, device_memory="24MiB", dtype="fp32", max_seq_len=128) as llm:
-        outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
+        outputs = llm.generate(PROMPTS, GREEDY)
     expected = [output.token_ids for output in outputs]
     assert [rank[kind]["tokens"] for rank in served] == [expected, expected]
 
@@ -132,8 +136,122 @@ def test_ranks_must_be_started_alike(models: Path, tmp_path: Path) -> None:
         assert "max_batch_size is 3 on rank 0, 4 on rank 1" in rank["message"]
 
 
+# -- requests of their own --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def own_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Latent attention, experts, and heads that two ranks could not share."""
+    folder = tmp_path_factory.mktemp("own")
+    tiny_model("mla", folder / "mla")
+    tiny_model("moe", folder / "moe")
+    tiny_model("gqa", folder / "odd", **ODD_HEADS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served_own(own_models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    status, ranks = carry_out("serve_own", own_models, tmp_path_factory.mktemp("served"))
+    assert status == 0, ranks
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def alone(own_models: Path) -> dict[str, list[list[int]]]:
+    """Tokens of one process for the same prompts, by kind of model."""
+    tokens = {}
+    for kind in OWN_KINDS:
+        with LLM(own_models / kind, device_memory="24MiB", dtype="fp32", max_seq_len=128) as llm:
+            tokens[kind] = [output.token_ids for output in llm.generate(DEALT, GREEDY)]
+    return tokens
+
+
+def test_requests_dealt_to_two_ranks_get_the_tokens_of_one_process(
+    alone: dict[str, list[list[int]]], served_own: list[dict[str, Any]]
+) -> None:
+    for rank in served_own:
+        assert {kind: rank[kind]["tokens"] for kind in OWN_KINDS} == alone
+        assert rank["plain"]["tokens"] == rank["awake"] == alone["odd"]
+
+
+@pytest.mark.parametrize("kind", [*OWN_KINDS, "plain"])
+def test_an_idle_rank_joins_and_nothing_is_held_at_the_end(kind: str, served_own: list[dict[str, Any]]) -> None:
+    first, second = (rank[kind] for rank in served_own)
+    assert first["refused"] == second["refused"] == ["refused", "length"]
+    assert first["held"] == second["held"] == [0, 0, 0]
+    # Prompts of 11, 1, 19 and 63 tokens, and 3 in the second call; the other rank has those of 80, 13 and 7.
+    counters = [rank["counters"] for rank in (first, second)]
+    assert counters[0]["steps"] == counters[1]["steps"]
+    assert [each["postponed_steps"] for each in counters] == [0, 0]
+    assert counters[1]["padded_steps"] > counters[0]["padded_steps"]
+    assert [each["decode_tokens"] for each in counters] == [5 * 11, 3 * 11]
+    assert [each["prefill_tokens"] + each["reused_tokens"] for each in counters] == [97, 100]
+    for rank in (first, second):
+        assert rank["throughput"]["new_tokens"] == (len(DEALT) + 1) * 12
+
+
+def test_a_rank_with_its_own_requests_holds_all_heads_and_a_part_of_the_layers_behind(
+    served_own: list[dict[str, Any]],
+) -> None:
+    # Embedding and head 320 x 96 each, and per layer 4 matrices of attention (96 x 96 twice, 96 x 48 twice) are whole,
+    # as five norms and twice 8 frequencies; 3 matrices of 96 x 128 per layer are halved.
+    whole = 2 * 320 * 96 + 2 * (2 * 96 * 96 + 2 * 96 * 48) + 5 * 96 + 2 * 16
+    halved = 2 * 3 * 96 * 128
+    for rank in served_own:
+        ledger = rank["odd"]["ledger"]
+        terms = {term["name"]: term["bytes"] for term in ledger["terms"]}
+        assert terms["weights"] == -(-(whole + halved // 2) * 4 // 512) * 512
+        assert ledger["kv_cache"]["bytes_per_token"] == 2 * 2 * 3 * 16 * 4
+        # Counts and a mask over 320 tokens in whole pages: the seats of three requests, and that of a dummy.
+        assert terms["penalty_workspace"] == -(-4 * 320 * 4 // 4096) * 4096 + 4096
+
+
+def test_a_dry_run_knows_the_gathered_activations_and_caches_are_equal(served_own: list[dict[str, Any]]) -> None:
+    first, second = served_own
+    for kind in OWN_KINDS:
+        for rank in served_own:
+            terms = {term["name"]: term["bytes"] for term in rank[kind]["ledger"]["terms"]}
+            assert rank[kind]["dry"] == terms["activations"]
+        ledgers = [rank[kind]["ledger"] for rank in served_own]
+        assert ledgers[0]["kv_cache"] == ledgers[1]["kv_cache"]
+        assert ledgers[0]["ranks"] == ledgers[1]["ranks"]
+        assert [ledger["limiting_rank"] for ledger in ledgers] == [1, 1]
+    assert first["stream"] == second["stream"] != ""
+
+
+def test_an_interrupt_stops_ranks_with_their_own_requests_together(served_own: list[dict[str, Any]]) -> None:
+    assert served_own[0]["interrupted"] == served_own[1]["interrupted"]
+    assert 0 < sum(served_own[0]["interrupted"]) < 4 * 12
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_request_that_fails_on_one_rank_leaves_the_others_alone(
+    overlap: bool, alone: dict[str, list[list[int]]], served_own: list[dict[str, Any]]
+) -> None:
+    first, second = (rank[f"failing, overlap {overlap}"] for rank in served_own)
+    assert first == second
+    assert first["held"] == [0, 0, 0]
+    for call, error in (("blocks", "CapacityError: no block"), ("sampling", "ValueError: no number")):
+        failed = [output["error"] for output in first[call] if output["reason"] == "error"]
+        assert failed and set(failed) == {error}
+        for output, expected in zip(first[call], alone["odd"], strict=True):
+            assert output["reason"] == "error" or output["tokens"] == expected
+    assert sum(output["reason"] == "error" for output in first["blocks"]) == 1
+
+
+def test_a_rank_that_fails_inside_the_model_ends_all(own_models: Path, tmp_path: Path) -> None:
+    status, (first, second) = carry_out("fail_in_forward", own_models / "odd", tmp_path)
+    assert status != 0
+    assert (second["error"], second["message"]) == ("ValueError", "no number")
+    assert first["error"] == "AgreementError"
+    assert first["message"] == "rank 1 failed in stage 'generate': ValueError: no number"
+
+
+# -- refusals and the command line ------------------------------------------------------------------------------
+
+
 def test_heads_that_two_ranks_cannot_share_are_refused_before_loading(tmp_path: Path) -> None:
-    folder = tiny_model("gqa", tmp_path / "odd", num_attention_heads=6, num_key_value_heads=3, hidden_size=96)
+    folder = tiny_model("gqa", tmp_path / "odd", **ODD_HEADS)
     (folder / "model.safetensors").unlink()
     done = torchrun("-m", "onebudget", "run", folder, "--prompt", "a", "--quiet", "--device-memory", "12MiB")
     assert done.returncode == 1  # torchrun's own; that of every rank is 2

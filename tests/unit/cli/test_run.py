@@ -107,8 +107,14 @@ def test_only_given_knobs_reach_the_engine(invoke: Invoke, stage: Stage) -> None
     progress = stage.settings.pop("progress")
     assert hasattr(progress, "stage")
     assert stage.settings == {
-        "device": "host", "strict_memory": True, "device_memory": 2**29, "enable_chunked_prefill": False,
+        "device": "host", "strict_memory": True, "attention_dp": False, "device_memory": 2**29,
+        "enable_chunked_prefill": False,
     }  # fmt: skip
+
+
+def test_ranks_with_requests_of_their_own_are_asked_for_by_a_flag(invoke: Invoke, stage: Stage) -> None:
+    invoke("run", "m", "--prompt", "a", "--attention-dp")
+    assert stage.settings["attention_dp"] is True
 
 
 def test_people_see_answers_then_the_ledger(invoke: Invoke, stage: Stage) -> None:

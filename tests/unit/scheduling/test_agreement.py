@@ -16,7 +16,7 @@ from onebudget.config import BudgetConfig
 from onebudget.core import Request, SamplingParams, ScheduledBatch
 from onebudget.devtools.scripted import ScriptedRunner, scripted_executor
 from onebudget.engine.executor import Executor
-from onebudget.errors import CapacityError
+from onebudget.errors import AgreementError, CapacityError, StateError
 from onebudget.scheduling.agreement import Alone, AttentionDataParallel
 from onebudget.scheduling.filters import ContextBalance
 
@@ -172,6 +172,50 @@ def test_a_rank_without_room_for_a_dummy_makes_everybody_wait() -> None:
     )
     run(engines, lambda rank, e: [e.step() for _ in range(6)], exchange)
     assert members[0][0].finish_reason == "length"
+
+
+def test_after_the_vote_a_rank_without_room_for_a_dummy_ends_all() -> None:
+    agreement = AttentionDataParallel(lambda name, value: [value], lambda ids: None)
+    with pytest.raises(AgreementError, match="no KV block is free for the dummy"):
+        agreement.stand_in(ScheduledBatch())
+
+
+def broken(batch: ScheduledBatch) -> None:
+    raise ValueError("no number")
+
+
+def alone_with_agreement(overlap: bool) -> Executor:
+    engine = rank_of(Exchange(1), 0, overlap=overlap, max_batch_size=1)
+    for number in range(12):
+        engine.submit(Request(number, [number + 2] * 6, SamplingParams(), max_new_tokens=2))
+    return engine
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_forward_that_fails_is_not_for_this_rank_to_settle(overlap: bool) -> None:
+    engine = alone_with_agreement(overlap)
+    engine.runner.forward = broken  # type: ignore[assignment, method-assign]
+    with pytest.raises(ValueError, match="no number"):
+        engine.step()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_rank_that_fails_too_often_does_not_stop_silently(overlap: bool) -> None:
+    engine = alone_with_agreement(overlap)
+    engine.runner.sample = lambda batch, *_: broken(batch)  # type: ignore[assignment, method-assign]
+    assert [one.id for _ in range(9) for one in engine.step()] == list(range(9))
+    with pytest.raises(StateError, match="the engine stopped after 10 failed steps"):
+        engine.step()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_batch_of_one_stays_one_beside_the_seat_of_a_dummy(overlap: bool) -> None:
+    engine = alone_with_agreement(overlap)
+    assert engine.slots.max_resource_count() == 2
+    while engine.has_work:
+        engine.step()
+    assert max(map(len, cast("MeetingRunner", engine.runner).batches)) == 1
+    assert engine.slots.free_slots == 2
 
 
 def test_a_failure_on_one_rank_is_everybodys_for_the_same_request() -> None:

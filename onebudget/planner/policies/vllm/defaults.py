@@ -22,7 +22,7 @@ _V2_FAMILIES = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """``worker``: engine core V0 or V1. ``v2_runner``: the newer model runner. ``captures``: piecewise and full graphs
-    recorded; ``largest_capture`` in tokens."""
+    recorded; ``largest_capture`` in tokens. ``tokens_given`` False: the tokens of a step are the version's default."""
 
     worker: str
     v2_runner: bool
@@ -32,6 +32,7 @@ class Limits:
     captures: int
     largest_capture: int
     prefix_caching: bool
+    tokens_given: bool
 
 
 def find_limits(
@@ -57,6 +58,7 @@ def find_limits(
     return Limits(
         worker=worker, v2_runner=_has_v2_runner(version, dims), max_len=max_len, batch_tokens=tokens,
         batch_requests=requests, captures=captures, largest_capture=largest, prefix_caching=caching,
+        tokens_given=bool(whole(settings, "max_num_batched_tokens")),
     )  # fmt: skip
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from onebudget.planner.policies.base import Figure
 from onebudget.planner.policies.dims import Dims
+from onebudget.planner.policies.drafts import Draft
 from onebudget.planner.policies.formats import WeightFormat
 from onebudget.planner.policies.indexer import IndexerRoom
 from onebudget.planner.policies.versions import EngineVersion
 from onebudget.planner.policies.vllm.compressed import profile_bytes_per_token, reserved_bytes
 from onebudget.planner.policies.vllm.defaults import Limits
+from onebudget.planner.policies.vllm.drafting import verifying_bytes_per_logit
 from onebudget.planner.policies.weight_rules import VOCAB_PADDING, Shard
 from onebudget.units import GIB, align_up
 
@@ -19,9 +21,9 @@ FUSED_KERNELS = 15
 """The same without a sort: Triton top-k/p from 0.17, FlashInfer from 0.21."""
 V2_RUNNER = 6
 """The newer runner profiles its sampler without top-k and top-p: a row in 16 and one in 32 bits."""
-RESERVED_PERCENT = 140
+HOLES_PERCENT = 40
 """Until 0.6.3 the peak is what the allocator had reserved, with its holes: 40 % above what was in use where a long
-prompt runs whole (the even-id case with a printed length)."""
+prompt runs whole (the even-id case with a printed length). One case: the range halves and doubles it."""
 _TRITON_ROWS = 8
 _FLASH_ATTENTION_SM = 80
 """Without FlashAttention one more hidden row per token is alive: the even-id case on such a card prints 5.3 kB a token
@@ -47,23 +49,30 @@ def profile_peak(
     sm: int | None = None,
     encodes: bool = True,
     room: IndexerRoom | None = None,
+    draft: Draft | None = None,
 ) -> Figure:
     """Activation peak of the profiling run on one rank. ``sm``: the card's compute capability, as in 90; ``encodes``:
-    whether encoders are profiled first; ``room``: what a scorer of tokens sets aside."""
+    whether encoders are profiled first; ``room``: what a scorer of tokens sets aside; ``draft``: what runs
+    beside the model."""
     tokens = limits.batch_tokens
     rows = min(limits.batch_requests, tokens)
     factor = sampler_bytes_per_logit(version, limits)
+    if draft is not None and draft.tokens:
+        sorts = factor == NATIVE_SORT
+        factor = max(factor, verifying_bytes_per_logit(version, newer_runner=limits.v2_runner, sorts=sorts))
     sampler = tokens * dims.hidden * 2 + factor * rows * align_up(dims.vocab, VOCAB_PADDING) if shard.has_head else 0
     forward = tokens * _forward_bytes_per_token(dims, kind, shard, tokens, version)
     if dims.compressed is not None:
         forward += reserved_bytes(dims.compressed, dims.head_dim, limits.max_len, tokens)
+    if draft is not None:
+        forward += tokens * dims.hidden * 2 * draft.read_rows
     if room is not None:
         choosing = tokens * 2 * (dims.heads // shard.tp * (dims.nope + dims.rope) + dims.hidden)
         forward = max(forward, choosing + room.passing) + room.kept
     if sm is not None and sm < _FLASH_ATTENTION_SM:
         forward += tokens * dims.hidden * 2
     if not version.at_least(0, 6, 4):
-        forward = forward * RESERVED_PERCENT // 100
+        forward = forward * (100 + HOLES_PERCENT) // 100
     kept = _encoder_bytes(dims, tokens) if encodes else 0
     encoder = dims.encoder.forward_bytes(tokens) if encodes and dims.encoder else 0
     peak = max(max(forward, sampler) + kept, encoder)
@@ -71,7 +80,14 @@ def profile_peak(
         f"the larger of forward ({tokens} tokens, {forward / GIB:.2f} GiB) and sampler ({rows} rows of {dims.vocab} x "
         f"{factor} B, {sampler / GIB:.2f} GiB)" + (f", or an encoder ({encoder / GIB:.2f} GiB)" if encoder else "")
     )
-    low, high = peak * 92 // 100, peak * 106 // 100 + kept
+    low, high = peak * 95 // 100, peak * 106 // 100 + kept
+    if not version.at_least(0, 6, 4):
+        low, high = (
+            peak * (100 + HOLES_PERCENT // 2) // (100 + HOLES_PERCENT),
+            peak * (100 + 2 * HOLES_PERCENT) // (100 + HOLES_PERCENT),
+        )
+    if dims.compressed is not None and not limits.tokens_given:  # recipes set the tokens of a step to half or twice
+        low, high = low - forward // 2, high + forward
     if not version.given:  # the sampler is what changed most between versions
         native = NATIVE_SORT * rows * align_up(dims.vocab, VOCAB_PADDING) if shard.has_head else 0
         low, high = min(low, forward), max(high, min(native, 2 * peak + GIB // 2))
@@ -100,10 +116,15 @@ def _forward_bytes_per_token(dims: Dims, kind: WeightFormat, shard: Shard, token
     return max(dense, latent, _expert_bytes_per_token(dims, shard, tokens, version))
 
 
+_EXPERT_CHUNKS = (((0, 6), 65536), ((0, 12), 32768), ((0, 18), 16384))
+"""Tokens that expert layers take at a time, by the version before which they do; all of them later."""
+
+
 def _expert_bytes_per_token(dims: Dims, shard: Shard, tokens: int, version: EngineVersion) -> int:
     if not dims.experts:
         return 0
     width = dims.expert_intermediate if shard.whole_experts else dims.expert_intermediate // shard.experts_over
-    routed = dims.experts_per_token * (2 * max(2 * width, dims.hidden) + 2 * width)
-    chunk = 32768 if not version.at_least(0, 12) else 16384 if not version.at_least(0, 18) else tokens
+    outer = max(2 * width, dims.hidden) if version.at_least(0, 8) else 2 * width + dims.hidden  # shared from 0.8 on
+    routed = dims.experts_per_token * (2 * outer + 2 * width)
+    chunk = next((size for before, size in _EXPERT_CHUNKS if not version.at_least(*before)), tokens)
     return routed * min(tokens, chunk) // max(tokens, 1) + 6 * dims.hidden

@@ -15,6 +15,7 @@ from onebudget.planner.policies.vllm.chosen import packed_latent
 from onebudget.planner.policies.vllm.compressed import BLOCK_TOKENS as COMPRESSED_BLOCK
 from onebudget.planner.policies.vllm.compressed import plan_compressed
 from onebudget.planner.policies.vllm.groups import (
+    CachedLayer,
     GroupPlan,
     cached_layers,
     plan_groups,
@@ -81,13 +82,14 @@ def _unknown_modes(case: Case, plan: GroupPlan, blocks: int, alone: int) -> tupl
 
 def _compressed_pool(case: Case, shape: CompressedShape) -> Pool:
     limits = case.limits
-    plan, alone = (
+    plan, half, twice = (
         plan_compressed(
             shape, case.dims.head_dim, case.version, length=limits.max_len, batch_tokens=tokens,
-            draft_layers=case.draft.layers,
+            draft_layers=len(case.draft.layers),
         )
-        for tokens in (limits.batch_tokens, limits.batch_tokens // 2)
+        for tokens in (limits.batch_tokens, limits.batch_tokens // 2, limits.batch_tokens * 2)
     )  # fmt: skip
+    fewest = 1.0 if limits.tokens_given else plan.request_blocks / twice.request_blocks
 
     def blocks(nbytes: int) -> int:
         return max(nbytes, 0) // plan.block_bytes
@@ -101,7 +103,7 @@ def _compressed_pool(case: Case, shape: CompressedShape) -> Pool:
         concurrency=lambda nbytes: blocks(nbytes) / plan.request_blocks,
         groups=lambda nbytes: _ledger_groups(plan.as_groups(), nbytes),
         needed_bytes=plan.needed_blocks * plan.block_bytes,
-        token_factors=(1.0, plan.request_blocks / alone.request_blocks),
+        token_factors=(fewest, plan.request_blocks / half.request_blocks),
     )
 
 
@@ -122,12 +124,9 @@ def _ledger_groups(plan: GroupPlan, nbytes: int) -> list[KVGroup]:
 
 def _groups(case: Case, shard: Shard) -> GroupPlan:
     dims, settings, version = case.dims, case.settings, case.version
-    stage = _with_layers(dims, shard, case.draft.layers if shard.has_head else 0)
-    layers = cached_layers(
-        stage, cached_bits(case), shard.tp, _state_elements(case), case.draft.tokens,
-        latent_cache=version.at_least(0, 7), packed_bytes=packed_latent(case, shard.tp),
-        borrowed_keys=not version.at_least(0, 23),
-    )  # fmt: skip
+    layers = _cached(case, dims, dims.layers[shard.first_layer : shard.end_layer], shard.tp)
+    if shard.has_head:
+        layers += _cached(case, case.draft.dims or dims, case.draft.layers, case.draft.ranks)
     if not layers:
         raise ConfigError("a pipeline stage without any cached layer can't be planned.", field="pp")
     windows = case.limits.worker == "V1" and version.at_least(0, 9)
@@ -138,13 +137,13 @@ def _groups(case: Case, shard: Shard) -> GroupPlan:
     return plan_groups(layers, version, block_tokens=block, hybrid=hybrid)
 
 
-def _with_layers(dims: Dims, shard: Shard, extra: int) -> Dims:
-    layers = dims.layers[shard.first_layer : shard.end_layer]
-    if extra:
-        full: LayerDims = next((layer for layer in dims.layers if layer.kind == "full"), dims.layers[-1])
-        layers += (full,) * extra
-
-    return replace(dims, layers=layers)
+def _cached(case: Case, dims: Dims, layers: tuple[LayerDims, ...], tp: int) -> list[CachedLayer]:
+    version = case.version
+    return cached_layers(
+        replace(dims, layers=layers), cached_bits(case), tp, _state_elements(case), case.draft.tokens,
+        latent_cache=version.at_least(0, 7), packed_bytes=packed_latent(case, tp),
+        borrowed_keys=not version.at_least(0, 23),
+    )  # fmt: skip
 
 
 def _state_elements(case: Case) -> tuple[int, int]:

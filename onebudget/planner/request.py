@@ -69,7 +69,7 @@ def make_request(
     return PlanRequest(
         model=source, gpu=facts, n_gpus=cards, layout=layout, engine_version=engine_version,
         weights_dtype=weights_dtype, kv_dtype=kv_dtype, settings=known, as_of=as_of, total_bytes=total_bytes,
-        free_bytes=free_bytes, use=use,
+        free_bytes=free_bytes, use=use, offline=offline,
     )  # fmt: skip
 
 

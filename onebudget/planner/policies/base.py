@@ -30,7 +30,7 @@ class PlanRequest:
     started (other processes hold the difference, beyond the context). ``stage_total_bytes``: one total per pipeline
     stage, where stages run on unlike cards. ``host_memory_bytes``: what the machine has, where that is to be checked;
     on a card of unified memory it bounds the card too. ``use`` says how the engine is started where defaults depend on
-    it: ``"server"`` or ``"offline"``.
+    it: ``"server"`` or ``"offline"``. ``offline`` True: the hub is not asked for the facts of a draft.
     """
 
     model: ModelSource
@@ -47,6 +47,7 @@ class PlanRequest:
     free_bytes: int | None = None
     host_memory_bytes: int | None = None
     use: str = "server"
+    offline: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,9 @@ class Shard:
     """The share of one rank. ``experts_over``: ranks that divide the experts; ``whole_experts``: each holds whole ones
     (expert parallel) rather than a slice of each. ``tiles``: which kernel pads experts in MXFP4, ``"marlin"``,
     ``"triton"``, or empty where the engine's choice is not known.
-    ``attention_tp``: ranks that divide attention where fewer than ``tp`` do; each has the whole embedding then."""
+    ``attention_tp``: ranks that divide attention where fewer than ``tp`` do; each has the whole embedding then.
+    ``draft_layers``: modules for drafts from the model's own checkpoint; ``draft_tables``: embeddings and heads they
+    keep for themselves; ``draft``: bytes of a draft with a checkpoint of its own."""
 
     tp: int = 1
     experts_over: int = 1
@@ -33,6 +35,8 @@ class Shard:
     has_embedding: bool = True
     has_head: bool = True
     draft_layers: int = 0
+    draft_tables: int = 0
+    draft: Figure | None = None
     vision: bool = True
     tiles: str = ""
     attention_tp: int = 0
@@ -43,10 +47,10 @@ def weights_on_rank(dims: Dims, kind: WeightFormat, shard: Shard, *, spread: flo
     bits = Fraction(0)
     layers = dims.layers[shard.first_layer : shard.end_layer]
     for offset, layer in enumerate(layers):
-        bits += _layer_bits(dims, layer, shard.first_layer + offset, kind, shard)
+        bits += layer_bits(dims, layer, shard.first_layer + offset, kind, shard)
     for _ in range(shard.draft_layers):
-        bits += _layer_bits(dims, _widest(dims), len(dims.layers), kind, shard) + 16 * 2 * dims.hidden**2
-    bits += _table_bits(dims, kind, shard)
+        bits += layer_bits(dims, _widest(dims), len(dims.layers), kind, shard) + 16 * _joining(dims, shard)
+    bits += _table_bits(dims, kind, shard) + shard.draft_tables * _rows(dims, shard) * dims.hidden * 16
     vision = _vision_parameters(dims) * 16 if shard.vision else 0
     nbytes = int((bits + vision) / 8) + rope_bytes(dims)
     wide = (kind.spread if spread is None else spread) + _UNKNOWN_FACT * len(dims.guessed)
@@ -55,11 +59,17 @@ def weights_on_rank(dims: Dims, kind: WeightFormat, shard: Shard, *, spread: flo
     return Figure(nbytes, nbytes - unsure, nbytes + unsure, "modelled", why)
 
 
+def _joining(dims: Dims, shard: Shard) -> int:
+    """What joins embeddings and hidden states before a module of drafts; only one family divides it."""
+    return 2 * dims.hidden**2 // (shard.tp if dims.family.startswith(("qwen3_next", "qwen3_5")) else 1)
+
+
 def _widest(dims: Dims) -> LayerDims:
     return next((layer for layer in dims.layers if layer.kind == "full"), dims.layers[-1])
 
 
-def _layer_bits(dims: Dims, layer: LayerDims, index: int, kind: WeightFormat, shard: Shard) -> Fraction:
+def layer_bits(dims: Dims, layer: LayerDims, index: int, kind: WeightFormat, shard: Shard) -> Fraction:
+    """Bits of layer ``index`` on one rank."""
     linear, plain = _attention_parameters(dims, layer, shard.attention_tp or shard.tp)
     plain += 2 * dims.hidden
     moe = bool(dims.experts) and index >= dims.dense_layers
@@ -136,8 +146,12 @@ def _compressed_parameters(dims: Dims, shape: CompressedShape, layer: LayerDims,
     return linear, plain + mixing
 
 
+def _rows(dims: Dims, shard: Shard) -> int:
+    return align_up(dims.vocab, VOCAB_PADDING) // shard.tp
+
+
 def _table_bits(dims: Dims, kind: WeightFormat, shard: Shard) -> int:
-    rows = align_up(dims.vocab, VOCAB_PADDING) // shard.tp
+    rows = _rows(dims, shard)
     if shard.attention_tp:
         whole = dims.vocab * dims.hidden if shard.has_embedding else 0
         return (whole + (rows * dims.hidden if shard.has_head and not dims.tied else 0)) * kind.table_bits

@@ -10,10 +10,12 @@ from typing import Any
 from onebudget.errors import ConfigError
 from onebudget.planner.policies.base import PlanRequest
 from onebudget.planner.policies.dims import Dims, dims_from_config
+from onebudget.planner.policies.drafts import Draft
 from onebudget.planner.policies.formats import WeightFormat, cache_bits, weight_format
 from onebudget.planner.policies.settings import check_settings, switch
 from onebudget.planner.policies.versions import EngineVersion, read_version
 from onebudget.planner.policies.vllm.defaults import Limits, find_limits
+from onebudget.planner.policies.vllm.drafting import module_tables, rank_draft, read_draft, runs_newer_runner
 from onebudget.planner.policies.weight_rules import Shard
 
 KNOWN_SETTINGS: Mapping[str, str] = {
@@ -30,7 +32,7 @@ KNOWN_SETTINGS: Mapping[str, str] = {
     "cudagraph_mode": "which kinds of graphs",
     "enable_prefix_caching": "reuse of prefixes; decides what a recurrent state costs",
     "enable_chunked_prefill": "split long prompts",
-    "speculative_config": "draft method and number of tokens",
+    "speculative_config": "draft method, model, its ranks, and number of tokens",
     "enable_lora": "adapters",
     "max_loras": "adapters on the card at once",
     "max_lora_rank": "rank the slots are made for",
@@ -47,14 +49,6 @@ KNOWN_SETTINGS: Mapping[str, str] = {
     "VLLM_PP_LAYER_PARTITION": "layers of each pipeline stage",
     "VLLM_USE_V1": "which engine core, in versions that have both",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Drafted tokens per step and the layers of the draft head that cache beside the model's."""
-
-    tokens: int = 0
-    layers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +71,10 @@ def read_case(request: PlanRequest) -> Case:
     dims = dims_from_config(request.model.config, request.model.name)
     _refuse_layout(request, dims)
     total = request.total_bytes or request.gpu.total_bytes
-    draft = _draft(settings, dims)
+    draft = read_draft(settings, request, dims, version)
     limits = find_limits(settings, dims, version, total, request.gpu.name, request.use, draft.tokens)
+    if draft.tokens and not runs_newer_runner(draft, version):
+        limits = replace(limits, v2_runner=False)
     kind = weight_format(request.weights_dtype, dims.quantization, dims.name)
     return Case(
         request=request, settings=settings, version=version, dims=dims, kind=kind, limits=limits, draft=draft,
@@ -106,18 +102,6 @@ def _refuse_layout(request: PlanRequest, dims: Dims) -> None:
         raise ConfigError(f"tp {tp} x pp {pp} needs {tp * pp} GPUs, there are {request.n_gpus}.", field="n_gpus")
 
 
-def _draft(settings: Mapping[str, Any], dims: Dims) -> Draft:
-    given = settings.get("speculative_config")
-    if not given:
-        return Draft()
-    config = dict(given) if isinstance(given, Mapping) else {"method": str(given)}
-    method = str(config.get("method", "")).lower()
-    tokens = int(config.get("num_speculative_tokens", 1) or 1)
-    if "ngram" in method:
-        return Draft(tokens)
-    return Draft(tokens, 1)
-
-
 def cache_dtype(case: Case) -> str | None:
     """What was asked for the cache, as text."""
     given = case.settings.get("kv_cache_dtype")
@@ -142,7 +126,8 @@ def rank_shards(case: Case) -> list[Shard]:
             Shard(
                 tp=layout.tp, experts_over=over, whole_experts=layout.ep > 1, first_layer=start,
                 end_layer=start + count, has_embedding=index == 0, has_head=last,
-                draft_layers=case.draft.layers if last else 0, vision=vision and index == 0,
+                draft_layers=case.draft.modules if last else 0, draft_tables=module_tables(case) if last else 0,
+                draft=rank_draft(case) if last else None, vision=vision and index == 0,
                 tiles="" if case.version.at_least(0, 12) else "marlin",  # the other kernel came with the wheel later
             )
         )  # fmt: skip

@@ -82,7 +82,7 @@ def _stage(case: Case, shard: Shard) -> Outcome:
     penalties = penalty_buffers(version, limits, dims)
     peak = profile_peak(
         dims, case.kind, shard, limits, version, sm=request.gpu.sm, encodes=_encodes(case, shard),
-        room=reserved_room(case, shard.tp),
+        room=reserved_room(case, shard.tp), draft=case.draft,
     )  # fmt: skip
     charged = [
         Part("weights", "models", weights, "load"),

@@ -18,7 +18,8 @@ from onebudget.graphs.recording import computed_beside
 from onebudget.units import align_up
 
 EXPERTS_NAME = "onebudget"
-_ROW_ALIGNMENT_BYTES = 16
+ROW_ALIGNMENT_BYTES = 16
+"""Rows that a grouped product reads begin at multiples of this."""
 
 
 class _GroupedShapes(TorchDispatchMode):
@@ -33,7 +34,7 @@ class _GroupedShapes(TorchDispatchMode):
         if func is not torch.ops.aten._grouped_mm.default:
             return func(*args, **(kwargs or {}))
         rows, weights = args[0], args[1]
-        stride = align_up(weights.shape[-1], _ROW_ALIGNMENT_BYTES // rows.element_size())
+        stride = align_up(weights.shape[-1], ROW_ALIGNMENT_BYTES // rows.element_size())
         return computed_beside(rows.new_empty_strided((rows.shape[0], weights.shape[-1]), (stride, 1)))
 
 

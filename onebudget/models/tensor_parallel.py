@@ -25,6 +25,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from onebudget.errors import ConfigError, ModelError
+from onebudget.models.experts import ROW_ALIGNMENT_BYTES
 from onebudget.models.rank_rows import share_rows
 
 if TYPE_CHECKING:
@@ -130,11 +131,28 @@ def split(module: Any, ranks: int, *, attention_dp: bool = False) -> dict[int, t
     for (child, name), tensor in whole.items():
         empty = child._parameters[name]
         if isinstance(empty, DTensor):
+            if tensor.ndim == 3 and empty.to_local().shape[-1] < tensor.shape[-1]:
+                refuse_ragged_experts(tensor.shape[-1], ranks, tensor.element_size())
             child._parameters[name] = cut.setdefault((id(tensor), empty.placements), empty)
             behind[id(child._parameters[name])] = tensor
         else:
             child._parameters[name] = tensor
     return behind
+
+
+def refuse_ragged_experts(width: int, ranks: int, element_bytes: int) -> None:
+    """``ModelError`` where experts of ``width`` inner elements can't be cut into rows for grouped products."""
+
+    def even(size: int) -> bool:
+        return width % size == 0 and width // size * element_bytes % ROW_ALIGNMENT_BYTES == 0
+
+    if not even(ranks):
+        usable = ", ".join(str(size) for size in range(2, width + 1) if even(size))
+        way_out = f"{usable} ranks would do" if usable else "they run on one rank only"
+        raise ModelError(
+            f"Experts of width {width} can't be divided over {ranks} ranks: each rank needs the same part of it, in "
+            f"multiples of {ROW_ALIGNMENT_BYTES} B ({element_bytes} B an element): {way_out}."
+        )
 
 
 def _children_in(module: Any, plan: Collection[str]) -> list[torch.nn.Module]:

@@ -96,6 +96,11 @@ def serve_own(folder: Path) -> dict[str, Any]:
     return seen
 
 
+def serve_demo(folder: Path) -> dict[str, Any]:
+    with engine(folder, "1GiB", "1GiB", attention_dp=True) as llm:
+        return served_own(llm)
+
+
 def served_own(llm: LLM) -> dict[str, Any]:
     tokens = answers(llm, prompts=DEALT)
     outputs = llm.generate(["x" * 200, "abc"], GREEDY)
@@ -193,8 +198,11 @@ def started_unlike(folder: Path) -> dict[str, Any]:
 
 
 SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    work.__name__: work for work in (serve, serve_own, fail_in_forward, fail_in_profile, too_small, started_unlike)
-}
+    work.__name__: work
+    for work in (
+        serve, serve_own, serve_demo, fail_in_forward, fail_in_profile, too_small, started_unlike,
+    )
+}  # fmt: skip
 
 
 def main(scenario: str, folder: str, results: str) -> int:

@@ -219,6 +219,19 @@ def test_a_dry_run_knows_the_gathered_activations_and_caches_are_equal(served_ow
     assert first["stream"] == second["stream"] != ""
 
 
+@pytest.mark.long
+def test_the_demo_model_whose_heads_two_ranks_cannot_share_serves_dealt_requests(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    status, ranks = carry_out("serve_demo", demo_model, tmp_path)
+    assert status == 0, ranks
+    with LLM(demo_model, device_memory="1GiB", dtype="fp32", max_seq_len=128) as llm:
+        expected = [output.token_ids for output in llm.generate(DEALT, GREEDY)]
+    assert [rank["tokens"] for rank in ranks] == [expected, expected]
+    assert [rank["held"] for rank in ranks] == [[0, 0, 0]] * 2
+    assert sum(rank["counters"]["padded_steps"] for rank in ranks) > 0
+
+
 def test_an_interrupt_stops_ranks_with_their_own_requests_together(served_own: list[dict[str, Any]]) -> None:
     assert served_own[0]["interrupted"] == served_own[1]["interrupted"]
     assert 0 < sum(served_own[0]["interrupted"]) < 4 * 12

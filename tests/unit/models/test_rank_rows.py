@@ -103,6 +103,20 @@ def test_a_plan_for_attention_alone_is_refused(tmp_path: Path, monkeypatch: pyte
         tensor_parallel.facts_of_rank(folder, read_facts(folder), 2, attention_dp=True)
 
 
+@pytest.mark.parametrize(
+    ("width", "ranks", "element_bytes", "usable"),
+    [(128, 3, 4, "2, 4, 8, 16, 32"), (128, 32, 2, "2, 4, 8, 16"), (6, 2, 4, None), (96, 5, 2, "2, 3, 4, 6, 12")],
+)
+def test_experts_are_cut_into_rows_that_grouped_products_can_read(
+    width: int, ranks: int, element_bytes: int, usable: str | None
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        tensor_parallel.refuse_ragged_experts(width, ranks, element_bytes)
+    assert str(caught.value).endswith(f"{usable} ranks would do." if usable else "they run on one rank only.")
+    for size in map(int, (usable or "").split(", ") if usable else ()):
+        tensor_parallel.refuse_ragged_experts(width, size, element_bytes)
+
+
 def test_a_process_alone_refuses_to_deal_requests(tmp_path: Path) -> None:
     folder = tiny_model("gqa", tmp_path)
     with pytest.raises(ConfigError, match="attention_dp deals requests to several ranks") as caught:

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypedDict
 
+from onebudget.device import libc
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
@@ -142,8 +144,10 @@ def _read_meminfo() -> dict[str, int]:
 
 
 def _read_memlock_limit() -> int | None:
+    """The limit on locked memory; None where there is none, or it does not hold for this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
+    beyond = soft + mmap.PAGESIZE
+    return None if soft == resource.RLIM_INFINITY or libc.may_lock(beyond // mmap.PAGESIZE * mmap.PAGESIZE) else soft
 
 
 def _read_text(path: str | os.PathLike[str]) -> str:

@@ -18,6 +18,7 @@ MAP_FIXED: Final = 0x10
 MAP_ANONYMOUS: Final = 0x20
 MAP_NORESERVE: Final = 0x4000
 MAP_FIXED_NOREPLACE: Final = 0x100000
+_MLOCK_ONFAULT: Final = 0x01
 FALLOC_FL_KEEP_SIZE: Final = 0x01
 FALLOC_FL_PUNCH_HOLE: Final = 0x02
 _FAILED: Final = ctypes.c_void_p(-1).value
@@ -70,6 +71,19 @@ def mlock(address: int, nbytes: int) -> bool:
     if code in (errno.ENOMEM, errno.EPERM, errno.EAGAIN):
         return False
     raise _error("mlock", code)
+
+
+def may_lock(nbytes: int) -> bool:
+    """Whether this process may lock so many bytes beside what it has locked. Nothing is taken for it."""
+    lock = getattr(_libc(), "mlock2", None)
+    try:
+        address = mmap(0, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE)
+    except (AllocationError, DeviceError):
+        return False
+    try:
+        return lock is not None and lock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MLOCK_ONFAULT) == 0
+    finally:
+        munmap(address, nbytes)
 
 
 def munlock(address: int, nbytes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import tempfile
@@ -120,6 +121,10 @@ class _Tiers:
         self._total_bytes = sum(pool.allocated_bytes for pool in pools)
         ranks = ranks_on_node(station.ranks)
         self._host_bytes = host_cache_bytes(config, station.device.facts, self._total_bytes, ranks)
+        self._lockable = True
+        cut = lock_limit_cut(config, station.device.facts, self._total_bytes, ranks)
+        if cut:
+            logger.warning("%s", cut)
         self._disk_bytes = config.disk_cache_bytes // ranks
         self._made: dict[int, tuple[BlockTier | None, BlockTier | None]] = {}
 
@@ -155,7 +160,8 @@ class _Tiers:
 
         tier: HostTier | None = None
         try:
-            tier = HostTier(self._station.manager, slots, pool.block_bytes)
+            tier = HostTier(self._station.manager, slots, pool.block_bytes, pinned=self._lockable)
+            self._lockable = tier.pinned
         except AllocationError as error:
             logger.warning("no host tier for the KV cache: %s", error)
         if self._station.ranks.minimum(tier is not None) or tier is None:
@@ -210,6 +216,21 @@ def host_cache_bytes(config: BudgetConfig, facts: DeviceFacts, kv_bytes: int, ra
         )
         return available // ranks
     return wanted
+
+
+def lock_limit_cut(config: BudgetConfig, facts: DeviceFacts, kv_bytes: int, ranks: int) -> str | None:
+    """What to say where the limit on locked memory makes a tier smaller that nobody gave a size."""
+    if "host_cache_bytes" in config.given:
+        return None
+    has = host_cache_bytes(config, facts, kv_bytes, ranks)
+    wanted = host_cache_bytes(config, dataclasses.replace(facts, memlock_limit_bytes=None), kv_bytes, ranks)
+    if has == wanted:
+        return None
+    return (
+        f"the host tier of the KV cache has {format_bytes(has)} instead of {format_bytes(wanted)}: this process may lock "
+        f"{format_bytes(facts.memlock_limit_bytes or 0)} of memory (ulimit -l). Paused requests that find no room in the "
+        "tier are computed again. Raise the limit, or set host_cache_bytes, which is used unlocked if need be."
+    )
 
 
 def host_lines(

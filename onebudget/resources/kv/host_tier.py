@@ -26,7 +26,8 @@ class HostTier:
     in_memory = True
 
     def __init__(self, manager: BufferManager, num_slots: int, block_bytes: int, *, pinned: bool = True) -> None:
-        """Memory that can't be locked is used as it is, with one warning. ``AllocationError`` when there is none."""
+        """Memory that can't be locked is used as it is, with one warning; without ``pinned`` nobody tries to lock it.
+        ``AllocationError`` when there is none."""
         self.num_slots = num_slots
         self.block_bytes = block_bytes
         self._buffer, self.pinned = _take(manager, num_slots * block_bytes, pinned)
@@ -56,10 +57,10 @@ class HostTier:
 def _take(manager: BufferManager, nbytes: int, pinned: bool) -> tuple[Buffer, bool]:
     if pinned:
         try:
-            return manager.pinned(nbytes, owner=OWNER), True
+            buffer = manager.pinned(nbytes, owner=OWNER)
+            return buffer, all(getattr(each.memory, "locked", True) for each in buffer.touches())
         except (AllocationError, DeviceError) as error:
-            why = str(error)
-    else:
-        why = "it is more than may be locked"
-    logger.warning("the host tier of %s is not page-locked, copies to it are slower: %s", format_bytes(nbytes), why)
+            logger.warning(
+                "the host tier of %s is not page-locked, copies to it are slower: %s", format_bytes(nbytes), error
+            )
     return manager.cpu(nbytes, owner=OWNER), False

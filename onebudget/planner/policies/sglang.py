@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from onebudget.budget.ledger import Ledger
 from onebudget.planner.policies.base import EnginePolicy, Figure, PlanRequest, ProfileProvider
 from onebudget.planner.policies.dims import Dims, dims_from_config
-from onebudget.planner.policies.formats import cache_bits, weight_format
+from onebudget.planner.policies.drafts import Draft
+from onebudget.planner.policies.formats import WeightFormat, cache_bits, weight_format
+from onebudget.planner.policies.indexer import PACKED_LATENT
 from onebudget.planner.policies.layouts import refuse_layout
 from onebudget.planner.policies.ledgers import Budget, Outcome, Part, Pool, build_ledger
 from onebudget.planner.policies.settings import check_settings, fraction, switch, whole
+from onebudget.planner.policies.sglang_drafts import (
+    SEATS,
+    draft_cell_bytes,
+    head_weights,
+    is_charged,
+    read_draft,
+    reserve_mib,
+)
 from onebudget.planner.policies.versions import EngineVersion, read_version
 from onebudget.planner.policies.vllm.groups import CachedLayer, cached_layers
 from onebudget.planner.policies.vllm.outside import LINKED_BANDWIDTH as _LINKED_BANDWIDTH
@@ -36,6 +46,10 @@ KNOWN_SETTINGS: Mapping[str, str] = {
     "kv_cache_dtype": "auto: the model's dtype",
     "enable_dp_attention": "each rank keeps all heads of its own requests",
     "speculative_algorithm": "draft method",
+    "speculative_draft_model_path": "the draft's checkpoint; the model's own modules",
+    "speculative_num_steps": "tokens drafted one after another; by family",
+    "speculative_eagle_topk": "branches of a tree of drafts; 1",
+    "speculative_num_draft_tokens": "drafted tokens verified at once; by family",
     "swa_full_tokens_ratio": "tokens of windowed layers for each token of the full ones; 0.8",
     "mamba_full_memory_ratio": "bytes of states for each byte of cache; 0.9",
 }
@@ -75,6 +89,8 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
     before = _free_before_load(request, total)
     kind = weight_format(request.weights_dtype, dims.quantization, dims.name)
     stage = max(1, len(dims.layers) // layout.pp)
+    draft = read_draft(settings, request, dims, _attention_ranks(settings, request))
+    charged_draft = is_charged(version)
     shard = Shard(
         tp=layout.tp,
         experts_over=layout.tp,
@@ -83,13 +99,14 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
         has_head=layout.pp == 1,
         attention_tp=_attention_ranks(settings, request) if _has_dp_attention(settings) else 0,
     )
+    drafting = replace(shard, draft_layers=draft.modules, draft=head_weights(draft, dims, kind))
+    shard = drafting if charged_draft else shard
     weights = rank_weights(request, dims, kind, shard)
     limit = int(before.bytes * share)
     spread = int((before.high_bytes - before.low_bytes) * share / 2)
     charged = [Part("weights", "models", weights, "load"), Part("context", "loader", _leftovers(), "load")]
-    pool, state = _pool(
-        settings, request, dims, _attention_ranks(settings, request), limit - weights.bytes - _leftovers().bytes
-    )
+    rest = limit - weights.bytes - _leftovers().bytes
+    pool, state = _pool(settings, request, version, dims, draft, rest)
     charged.append(Part("recurrent_state", "resources", state, "reserve"))
     context = Figure(total - before.bytes, total - before.high_bytes, total - before.low_bytes, "modelled", before.why)
     return Outcome(
@@ -98,7 +115,8 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
         charged=tuple(charged),
         outside=(
             Part("context", "driver", context, "load"),
-            *_lives_in_the_rest(settings, version, dims, shard, smi_mib),
+            *_lives_in_the_rest(settings, version, dims, shard, draft, smi_mib),
+            *(() if charged_draft else _late_draft(request, dims, kind, shard, drafting)),
         ),
         pool=pool,
         engine="sglang",
@@ -172,12 +190,12 @@ def _table_fraction(version: EngineVersion, tp: int, smi_mib: int) -> float:
 
 
 def _reserve_mib(settings: dict[str, Any], version: EngineVersion, tp: int, pp: int, smi_mib: int, dp: int) -> float:
-    speculative = settings.get("speculative_algorithm") is not None
+    algorithm = str(settings.get("speculative_algorithm") or "").upper()
     dp_attention = _has_dp_attention(settings)
     if not version.at_least(0, 5, 3):
         per_class = ((_GB35, 2.8 + tp * pp / 10), (_GB90, 9.5 + tp * pp / 2), (_GB160, 12 + tp * pp / 2))
         reserve = next((gib * 1024 for bound, gib in per_class if smi_mib < bound), 32 * 1024)
-        return reserve + (2048 if speculative else 0) + (4096 if dp_attention else 0)
+        return reserve + reserve_mib(algorithm, version) + (4096 if dp_attention else 0)
     card = card_class(version, smi_mib, tp)
     chunk = whole(settings, "chunked_prefill_size", card.chunk) or card.chunk
     if dp_attention:
@@ -188,7 +206,7 @@ def _reserve_mib(settings: dict[str, Any], version: EngineVersion, tp: int, pp: 
         reserve += 3 * batch * dp + (1.5 * batch * dp if batch > 300 else 0)
     if smi_mib > _GB60:
         reserve = max(reserve, 10240)
-    return reserve + (2048 if speculative and not version.at_least(0, 5, 15) else 0)
+    return reserve + reserve_mib(algorithm, version)
 
 
 def _graph_batch(settings: dict[str, Any], card: CardClass) -> int:
@@ -216,13 +234,27 @@ def card_class(version: EngineVersion, smi_mib: int, tp: int) -> CardClass:
     return CardClass(16384, 512)
 
 
+def _late_draft(
+    request: PlanRequest, dims: Dims, kind: WeightFormat, alone: Shard, drafting: Shard
+) -> tuple[Part, ...]:
+    """A draft that is loaded once the pool is there."""
+    if drafting == alone:
+        return ()
+    both, own = rank_weights(request, dims, kind, drafting), rank_weights(request, dims, kind, alone)
+    figure = Figure(
+        both.bytes - own.bytes, both.low_bytes - own.low_bytes, both.high_bytes - own.high_bytes, both.basis,
+        "a draft loaded after the pool",
+    )  # fmt: skip
+    return (Part("draft_weights", "drafts", figure, "load"),)
+
+
 def _lives_in_the_rest(
-    settings: dict[str, Any], version: EngineVersion, dims: Dims, shard: Shard, smi_mib: int
+    settings: dict[str, Any], version: EngineVersion, dims: Dims, shard: Shard, draft: Draft, smi_mib: int
 ) -> tuple[Part, ...]:
     card = card_class(version, smi_mib, shard.tp)
     chunk = whole(settings, "chunked_prefill_size", card.chunk) or card.chunk
     length = whole(settings, "context_length", dims.max_len or 4096) or 4096
-    seats = whole(settings, "max_running_requests", 2048) or 2048
+    seats = whole(settings, "max_running_requests", SEATS if draft.tokens else 2048) or 2048
     table = seats * (length + 4) * 4
     forward = chunk * (6 * max(dims.intermediate, dims.expert_intermediate) // shard.tp + 6 * dims.hidden)
     batch = 0 if switch(settings, "disable_cuda_graph", default=False) else _graph_batch(settings, card)
@@ -243,20 +275,21 @@ def _lives_in_the_rest(
     )
 
 
-def _pool(settings: dict[str, Any], request: PlanRequest, dims: Dims, tp: int, rest: int) -> tuple[Pool, Figure]:
+def _pool(
+    settings: dict[str, Any], request: PlanRequest, version: EngineVersion, dims: Dims, draft: Draft, rest: int
+) -> tuple[Pool, Figure]:
     """How the bytes become tokens, and what states of hybrid models take first."""
-    given = settings.get("kv_cache_dtype")
-    bits = cache_bits(str(given) if given is not None else request.kv_dtype, dims.element_bytes, dims.quantization)
-    asked = dims.state.matrix_bytes if dims.state else None
-    layers = cached_layers(dims, bits, tp, (dims.element_bytes, asked or 4), 0)
+    layers = _cached(settings, request, version, dims, _attention_ranks(settings, request))
     stage = max(1, len(layers) // request.layout.pp)
     layers = layers[:stage]
+    own = _cached(settings, request, version, replace(draft.dims or dims, layers=draft.layers), draft.ranks)
     page = whole(settings, "page_size", 1) or 1
     full = sum(layer.token_bytes for layer in layers if layer.kind == "full")
     ratio = float(settings.get("swa_full_tokens_ratio", _WINDOW_RATIO))
     windows = sum(layer.token_bytes for layer in layers if layer.kind in ("sliding", "chunked"))
     cell = full + int(ratio * windows) if full else windows
-    state = _state_bytes(settings, layers, rest)
+    cell += draft_cell_bytes(draft, dims, layers, own, version)
+    state = _state_bytes(settings, layers, draft, rest)
     cap = whole(settings, "max_total_tokens")
     longest = whole(settings, "context_length", dims.max_len or 4096) or 4096
 
@@ -276,15 +309,39 @@ def _pool(settings: dict[str, Any], request: PlanRequest, dims: Dims, tp: int, r
     return pool, state
 
 
-def _state_bytes(settings: dict[str, Any], layers: list[CachedLayer], rest: int) -> Figure:
-    """States get their share of what is left; without reuse of prefixes one for each request that may run."""
+def _cached(
+    settings: dict[str, Any], request: PlanRequest, version: EngineVersion, dims: Dims, tp: int
+) -> list[CachedLayer]:
+    """Every layer's cache as the sizing counts it. Where a scorer chooses tokens, cards of compute capability 10 cache
+    in 8 bits unasked, and from 0.5.18 on other cards' latents in 8 bits are counted with their scales."""
+    given = settings.get("kv_cache_dtype")
+    text = str(given) if given is not None else request.kv_dtype
+    blackwell = request.gpu.sm is not None and request.gpu.sm >= 100
+    if dims.indexer is not None and text in (None, "auto"):
+        text = "fp8" if blackwell else "bf16"
+    bits = cache_bits(text, dims.element_bytes, dims.quantization)
+    asked = dims.state.matrix_bytes if dims.state else None
+    packed = PACKED_LATENT if bits == 8 and version.at_least(0, 5, 18) and not blackwell else 0
+    return cached_layers(
+        dims, bits, tp, (dims.element_bytes, asked or 4), 0, packed_bytes=packed,
+        borrowed_keys=not version.at_least(0, 5, 18),
+    )  # fmt: skip
+
+
+def _state_bytes(settings: dict[str, Any], layers: list[CachedLayer], draft: Draft, rest: int) -> Figure:
+    """States get their share of what is left; without reuse of prefixes one for each request that may run. Drafts take
+    one more for each request and drafted token first."""
     slot = sum(layer.state_bytes for layer in layers)
     if not slot or rest <= 0:
         return Figure.exact(0)
-    seats = whole(settings, "max_running_requests", 512) or 512
+    seats = whole(settings, "max_running_requests", SEATS if draft.tokens else 512) or 512
+    drafted = seats * draft.tokens * slot
+    rest -= drafted
     if switch(settings, "disable_radix_cache", default=False):
         slots = seats
     else:
         ratio = float(settings.get("mamba_full_memory_ratio", _STATE_RATIO))
         slots = int(rest * ratio / (1 + ratio)) // slot
-    return Figure.exact((slots + 1) * slot, f"{slots} + 1 states of {slot} B", "modelled")
+    slots = max(slots, 0)
+    why = f"{slots} + 1 states of {slot} B" + (f" and {seats} x {draft.tokens} of drafts" if drafted else "")
+    return Figure.exact((slots + 1) * slot + drafted, why, "modelled")

@@ -18,6 +18,7 @@ from onebudget.planner.policies.base import PlanRequest
 from onebudget.planner.policies.dims import dims_from_config
 from onebudget.planner.policies.drafts import draft_weights, head_draft, module_draft
 from onebudget.planner.policies.formats import FORMATS
+from onebudget.planner.policies.sglang_drafts import reserve_mib
 from onebudget.planner.policies.versions import read_version
 from onebudget.planner.policies.vllm.case import rank_shards, read_case
 from onebudget.planner.policies.vllm.drafting import runs_newer_runner, verifying_bytes_per_logit
@@ -268,3 +269,68 @@ def test_verifying_takes_more_than_sampling() -> None:
     assert per_logit("0.15.1", sorts=True) == 4 + 6 + 8 + 32
     assert per_logit("0.19.1") == 4 + 6 + 8 + 8
     assert per_logit("0.28.0", newer_runner=True) == 0
+
+
+def sglang(name: str, settings: Mapping[str, Any], version: str, **changes: Any) -> Any:
+    return policy_for("sglang").plan(request(name, settings, version, engine="sglang", **changes))
+
+
+def test_sglang_counts_a_draft_from_0_5_15_on(tmp_path: Path) -> None:
+    name = "meta-llama/Llama-3.1-8B-Instruct"
+    drafting = {
+        "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": folder(tmp_path / "head", EAGLE3_HEAD)
+    }  # fmt: skip
+    early, late, plain = (
+        sglang(name, drafting, "0.5.9"), sglang(name, drafting, "0.5.16"), sglang(name, {}, "0.5.16")
+    )  # fmt: skip
+    assert (early.kv_cache.bytes_per_token, late.kv_cache.bytes_per_token) == (32 * 4096, 33 * 4096)
+    head = late.term("weights").bytes - plain.term("weights").bytes
+    assert early.term("draft_weights").bytes == head > 0
+    assert early.term("weights").bytes == plain.term("weights").bytes
+    parts = sum(term.bytes for term in early.terms) + early.kv_cache.bytes + early.unassigned_bytes
+    assert parts == early.capacity_bytes
+
+
+def test_sglang_takes_a_draft_models_layers_to_be_like_the_models() -> None:
+    drafting = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "Llama-3.2-1B"}
+    name = "meta-llama/Llama-3.1-8B-Instruct"
+    assert sglang(name, drafting, "0.5.16").kv_cache.bytes_per_token == (32 + 16) * 4096
+    with pytest.raises(ModelError, match="no-such"):
+        sglang(name, drafting | {"speculative_draft_model_path": "no-such"}, "0.5.16")
+
+
+def test_sglang_modules_and_keys_of_a_scorer() -> None:
+    name = "deepseek-ai/DeepSeek-V3.2"
+    drafting = {"speculative_algorithm": "NEXTN"}
+
+    def price(settings: Mapping[str, Any], version: str, dtype: str | None = None) -> int:
+        return int(sglang(name, settings, version, tp=8, kv_dtype=dtype).kv_cache.bytes_per_token)
+
+    assert price({}, "0.5.6") == 61 * (1152 + 132)
+    assert price({}, "0.5.16", "fp8") == 61 * (576 + 132)
+    assert price({}, "0.5.23", "fp8") == 61 * (656 + 132)
+    assert price(drafting, "0.5.16") == 62 * (1152 + 132)
+    assert price(drafting, "0.5.23", "fp8") == 62 * (656 + 132)
+    shared = config_of(name) | {"index_topk_freq": 4}
+    plan = sglang(name, drafting, "0.5.23", tp=8, config=shared)
+    assert plan.kv_cache.bytes_per_token == 62 * 1152 + (16 + 1) * 132
+
+
+def test_sglang_states_of_drafts_come_first() -> None:
+    name = "Qwen/Qwen3.6-27B"
+    drafting = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 3, "max_running_requests": 16}
+    plain = sglang(name, {"max_running_requests": 16, "disable_radix_cache": True}, "0.5.16").term("recurrent_state")
+    drafted = sglang(name, drafting | {"disable_radix_cache": True}, "0.5.16").term("recurrent_state")
+    slot = plain.bytes // 17
+    assert drafted.bytes == (17 + 16 * 4) * slot
+
+
+@pytest.mark.parametrize(
+    ("version", "algorithm", "mib"),
+    [
+        ("0.4.9", "EAGLE", 2048), ("0.5.6", "EAGLE", 2048), ("0.5.6", "STANDALONE", 6144), ("0.5.6", "NGRAM", 0),
+        ("0.5.12", "EAGLE", 4096), ("0.5.15", "EAGLE", 0), ("0.5.6", "", 0),
+    ],
+)  # fmt: skip
+def test_sglang_reserves(version: str, algorithm: str, mib: int) -> None:
+    assert reserve_mib(algorithm, read_version("sglang", version)) == mib

@@ -227,9 +227,9 @@ def lock_limit_cut(config: BudgetConfig, facts: DeviceFacts, kv_bytes: int, rank
     if has == wanted:
         return None
     return (
-        f"the host tier of the KV cache has {format_bytes(has)} instead of {format_bytes(wanted)}: this process may lock "
-        f"{format_bytes(facts.memlock_limit_bytes or 0)} of memory (ulimit -l). Paused requests that find no room in the "
-        "tier are computed again. Raise the limit, or set host_cache_bytes, which is used unlocked if need be."
+        f"the host tier of the KV cache has {format_bytes(has)} instead of {format_bytes(wanted)}: this process may "
+        f"lock {format_bytes(facts.memlock_limit_bytes or 0)} of memory (ulimit -l). Paused requests that find no room "
+        "in the tier are computed again. Raise the limit, or set host_cache_bytes, which is used unlocked if need be."
     )
 
 

@@ -50,15 +50,16 @@ def context_cap_applies(
     chunk_bounded: bool,
     require_chunked_profile: bool = False,
     chunked_path_profiled: bool = True,
+    recomputes_in_pieces: bool = False,
 ) -> bool:
     """Whether a step can attend to more than the probe showed, so that the workspace must be reserved.
 
     Reused prefixes lengthen the attended KV of unchunked prompts; chunks lengthen it unless the backend's buffer is
     bounded by the chunk. Hardware with ``require_chunked_profile`` trusts that bound only if the probe took the chunked
-    path.
+    path. ``recomputes_in_pieces``: a paused request may come back too long for one step.
     """
     if not chunked:
-        return block_reuse
+        return block_reuse or recomputes_in_pieces
     return not chunk_bounded or (require_chunked_profile and not chunked_path_profiled)
 
 
@@ -71,12 +72,14 @@ def context_workspace_for(
     chunked_path_profiled: bool = True,
 ) -> ContextWorkspace | None:
     """A backend's declaration under these settings, ready for ``derive_budget``; None when nothing needs reserving."""
+    pauses = config.kv_cache_manager == "v2" or config.scheduler_policy == "max_utilization"
     applies = context_cap_applies(
         block_reuse=config.enable_block_reuse,
         chunked=config.enable_chunked_prefill,
         chunk_bounded=chunk_bounded,
         require_chunked_profile=require_chunked_profile,
         chunked_path_profiled=chunked_path_profiled,
+        recomputes_in_pieces=pauses and config.max_seq_len > config.max_num_tokens,
     )
     if not applies or bytes_per_token <= 0:
         return None

@@ -214,8 +214,10 @@ class Scheduler:
     def _chunk(self, request: Request, position: int, tokens_left: int, *, is_first: bool) -> int:
         if self._chunk_policy == "equal_progress":
             tokens_left = min(tokens_left, self._unit)  # a unit for each who can run; what is left is spread later
+        # A paused request comes back with its answer, and an emergency lowers the limit: both may exceed one step.
+        chunked = self._chunked or request.context_tokens > self.max_context_tokens
         return next_chunk(
-            position, request.context_tokens, tokens_left, unit=self._unit, chunked=self._chunked, is_first=is_first
+            position, request.context_tokens, tokens_left, unit=self._unit, chunked=chunked, is_first=is_first
         )
 
     def _startable(self, tokens_left: int) -> Iterator[Request]:

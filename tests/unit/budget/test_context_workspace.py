@@ -142,3 +142,14 @@ def test_the_kept_prefix_is_the_longest_within_the_cap(attended: list[int], cap:
     assert kept >= min(len(attended), 1)
     assert kept <= 1 or sum(attended[:kept]) <= cap
     assert kept == len(attended) or sum(attended[: kept + 1]) > cap
+
+
+def test_requests_that_come_back_in_pieces_attend_to_more_than_unchunked_ones() -> None:
+    """Without chunks and reuse only a policy that pauses, with steps shorter than a request, needs the workspace."""
+    bare = BudgetConfig(
+        max_seq_len=1024, max_batch_size=4, max_num_tokens=512, enable_chunked_prefill=False, enable_block_reuse=False
+    )
+    assert context_workspace_for(bare, 640) is None
+    for pausing in (bare.replace(kv_cache_manager="v2"), bare.replace(scheduler_policy="max_utilization")):
+        assert context_workspace_for(pausing, 640) == ContextWorkspace(640, 4 * 1024)
+        assert context_workspace_for(pausing.replace(max_num_tokens=1024), 640) is None

@@ -6,14 +6,16 @@ hidden states (EAGLE, EAGLE3, DFlash), or a model by itself.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from onebudget.errors import ModelError
+from onebudget.errors import ConfigError, ModelError
 from onebudget.planner.policies.base import Figure
 from onebudget.planner.policies.dims import Dims, LayerDims, dims_from_config
 from onebudget.planner.policies.formats import FORMATS, WeightFormat, weight_format
@@ -51,6 +53,21 @@ class Draft:
     ranks: int = 1
     modules: int = 0
     read_rows: int = 0
+
+
+def read_mapping(name: str, given: object, key: str) -> dict[str, Any]:
+    """A setting that is a mapping, the same as JSON, or one word that stands under ``key``; empty for nothing."""
+    if not given:
+        return {}
+    if isinstance(given, Mapping):
+        return dict(given)
+    text = str(given).strip()
+    if not text.startswith("{"):
+        return {key: text}
+    try:
+        return dict(json.loads(text))
+    except ValueError as error:
+        raise ConfigError.for_field(name, given, f"a {key}, or a JSON object with one") from error
 
 
 def module_draft(target: Dims, *, method: str, tokens: int, ranks: int, modules: int | None = None) -> Draft:

@@ -11,10 +11,12 @@ from onebudget.budget.ledger import Ledger
 from onebudget.budget.windows import window_blocks
 from onebudget.planner.policies.base import EnginePolicy, Figure, PlanRequest, ProfileProvider
 from onebudget.planner.policies.dims import Dims, dims_from_config
+from onebudget.planner.policies.drafts import Draft, draft_weights
 from onebudget.planner.policies.formats import WeightFormat, cache_bits, weight_format
 from onebudget.planner.policies.layouts import refuse_layout
 from onebudget.planner.policies.ledgers import Budget, Outcome, Part, Pool, build_ledger
 from onebudget.planner.policies.settings import check_settings, fraction, whole
+from onebudget.planner.policies.trtllm_drafts import has_own_manager, read_draft, target_share
 from onebudget.planner.policies.versions import EngineVersion, read_version
 from onebudget.planner.policies.vllm.groups import cached_layers
 from onebudget.planner.policies.vllm.outside import context_bytes
@@ -32,6 +34,7 @@ KNOWN_SETTINGS: Mapping[str, str] = {
     "tokens_per_block": "tokens of a block; 32, in engines until 0.16 64",
     "kv_cache_dtype": "auto: the model's dtype",
     "backend": "pytorch or tensorrt; by version",
+    "speculative_config": "draft method, its checkpoint and how much it drafts",
     "kv_cache_manager": "v1, or v2 where windowed layers cost a fixed amount per request",
 }
 
@@ -61,17 +64,20 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
     total = request.total_bytes or request.gpu.total_bytes
     layout = request.layout
     kind = weight_format(request.weights_dtype, dims.quantization, dims.name)
+    draft = read_draft(settings, request, dims, version)
     shard = Shard(
         tp=layout.tp,
         experts_over=layout.tp,
         whole_experts=layout.ep > 1,
         end_layer=ceil_div(len(dims.layers), layout.pp),
         has_head=layout.pp == 1,
+        draft_layers=draft.modules,
+        draft=draft_weights(draft, dims, kind, own_tables=False),
     )
     used = _used(request, settings, dims, kind, shard, version, total, pytorch=is_pytorch(request, settings, version))
     left = total - sum(part.figure.bytes for part in used)
     share = fraction(settings, "free_gpu_memory_fraction", 0.9)
-    pool, slope = _pool(request, settings, version, dims)
+    pool, slope = _pool(request, settings, version, dims, draft)
     cap = whole(settings, "max_tokens")
     limit = int(left * Fraction(str(share)))
     name, value = "free_gpu_memory_fraction", float(share)
@@ -180,7 +186,9 @@ def _decoder_tables(dims: Dims, version: EngineVersion, seats: int) -> Figure:
     return Figure(best, table // 2, 8 * table, "modelled", why)
 
 
-def _pool(request: PlanRequest, settings: dict[str, Any], version: EngineVersion, dims: Dims) -> tuple[Pool, int]:
+def _pool(
+    request: PlanRequest, settings: dict[str, Any], version: EngineVersion, dims: Dims, draft: Draft
+) -> tuple[Pool, int]:
     given = settings.get("kv_cache_dtype")
     bits = cache_bits(str(given) if given is not None else request.kv_dtype, dims.element_bytes, dims.quantization)
     layers = cached_layers(dims, bits, request.layout.tp, (dims.element_bytes, dims.element_bytes), 0)
@@ -192,13 +200,21 @@ def _pool(request: PlanRequest, settings: dict[str, Any], version: EngineVersion
         window = min(layer.window or longest, longest)
         by_window[window] = by_window.get(window, 0) + layer.token_bytes
     by_window = {window: nbytes for window, nbytes in by_window.items() if nbytes}
-    slope = max(sum(by_window.values()), 1)
+    own = cached_layers(
+        replace(draft.dims or dims, layers=draft.layers), bits, draft.ranks, (dims.element_bytes, dims.element_bytes), 0
+    )
+    drafted = sum(layer.token_bytes for layer in own)
+    if drafted and not has_own_manager(draft, settings.get("speculative_config")):
+        by_window[longest] = by_window.get(longest, 0) + drafted
+        drafted = 0
+    slope = max(sum(by_window.values()) + drafted, 1)
     state = sum(layer.state_bytes for layer in layers) * (whole(settings, "max_batch_size", 2048) or 2048)
 
     def blocks(nbytes: int) -> int:
         usable = max(nbytes - state, 0)
         if len(by_window) > 1:
-            return window_blocks(usable, by_window, block)[max(by_window)]
+            own_bytes = target_share(usable, slope - drafted, drafted)
+            return window_blocks(own_bytes, by_window, block)[max(by_window)]
         return ceil_div(usable // slope, block)
 
     pool = Pool(

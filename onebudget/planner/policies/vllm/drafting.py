@@ -5,7 +5,6 @@ Read in the sources of 0.9.2, 0.11.0, 0.13.0, 0.15.1, 0.17.1, 0.19.1, 0.22.1, 0.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from onebudget.planner.policies.drafts import (
     head_draft,
     model_draft,
     module_draft,
+    read_mapping,
 )
 from onebudget.planner.policies.settings import whole
 
@@ -40,7 +40,7 @@ def read_draft(settings: Mapping[str, Any], request: PlanRequest, dims: Dims, ve
 
     Raises ``ConfigError`` for ranks that can't divide it, and ``ModelError`` for a draft model that nobody knows.
     """
-    config = _mapping(settings.get("speculative_config"))
+    config = read_mapping("speculative_config", settings.get("speculative_config"), "method")
     if not config:
         return Draft()
     name = str(config.get("model") or "")
@@ -58,20 +58,6 @@ def read_draft(settings: Mapping[str, Any], request: PlanRequest, dims: Dims, ve
         ranks = _draft_ranks(config, request.layout.tp, version)
         return model_draft(source, method=method, tokens=tokens or 1, ranks=ranks)
     return _head(dims, source, method=method, tokens=tokens or 1, ranks=ranks)
-
-
-def _mapping(given: Any) -> dict[str, Any]:
-    if not given:
-        return {}
-    if isinstance(given, Mapping):
-        return dict(given)
-    text = str(given).strip()
-    if not text.startswith("{"):
-        return {"method": text}
-    try:
-        return dict(json.loads(text))
-    except ValueError as error:
-        raise ConfigError.for_field("speculative_config", given, "a method, or a JSON object with one") from error
 
 
 def _method_of_name(name: str) -> str:

@@ -19,6 +19,7 @@ from onebudget.planner.policies.dims import dims_from_config
 from onebudget.planner.policies.drafts import draft_weights, head_draft, module_draft
 from onebudget.planner.policies.formats import FORMATS
 from onebudget.planner.policies.sglang_drafts import reserve_mib
+from onebudget.planner.policies.trtllm_drafts import target_share
 from onebudget.planner.policies.versions import read_version
 from onebudget.planner.policies.vllm.case import rank_shards, read_case
 from onebudget.planner.policies.vllm.drafting import runs_newer_runner, verifying_bytes_per_logit
@@ -44,7 +45,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 def request(name: str, drafting: object, version: str, *, engine: str = "vllm", **changes: Any) -> PlanRequest:
     layout = ParallelLayout(tp=changes.pop("tp", 1), pp=changes.pop("pp", 1))
-    settings = {"speculative_config": drafting} if engine == "vllm" else dict(drafting or {})  # type: ignore[call-overload]
+    settings = {"speculative_config": drafting} if engine != "sglang" else dict(drafting or {})  # type: ignore[call-overload]
     return PlanRequest(
         model=ModelSource(name, changes.pop("config", None) or config_of(name), "test"), gpu=find_gpu("H200-141GB"),
         n_gpus=layout.tp * layout.pp, layout=layout, engine_version=version,
@@ -334,3 +335,43 @@ def test_sglang_states_of_drafts_come_first() -> None:
 )  # fmt: skip
 def test_sglang_reserves(version: str, algorithm: str, mib: int) -> None:
     assert reserve_mib(algorithm, read_version("sglang", version)) == mib
+
+
+def trtllm_bytes(name: str, drafting: object, version: str, **changes: Any) -> int:
+    asked = request(name, drafting, version, engine="trtllm", settings={"max_batch_size": 64}, **changes)
+    return policy_for("trtllm").plan(asked).kv_cache.bytes_per_token
+
+
+def test_trtllm_modules_run_again_or_each_once() -> None:
+    name = "deepseek-ai/DeepSeek-V3"
+    three = {"decoding_type": "MTP", "num_nextn_predict_layers": 3}
+    assert trtllm_bytes(name, "MTP", "1.0.0", tp=8) == 62 * 1152
+    assert trtllm_bytes(name, three, "1.0.0", tp=8) == 64 * 1152
+    assert trtllm_bytes(name, three, "1.2.0", tp=8) == 62 * 1152
+    assert trtllm_bytes(name, three | {"use_mtp_vanilla": True}, "1.2.0", tp=8) == 64 * 1152
+    assert trtllm_bytes(name, {"decoding_type": "NGram", "max_draft_len": 4}, "1.2.0", tp=8) == 61 * 1152
+
+
+def test_trtllm_heads_and_models(tmp_path: Path) -> None:
+    name = "meta-llama/Llama-3.1-8B-Instruct"
+    head = {"decoding_type": "Eagle3", "speculative_model_dir": folder(tmp_path / "head", EAGLE3_HEAD)}
+    small = {"decoding_type": "DraftTarget", "speculative_model_dir": "Llama-3.2-1B", "max_draft_len": 4}
+    assert trtllm_bytes(name, head, "1.0.0") == 33 * 4096
+    assert trtllm_bytes(name, small, "1.0.0") == 32 * 4096 + 16 * 2048
+
+
+def test_two_managers_hold_as_many_tokens() -> None:
+    usable = 40 * GIB
+    own = target_share(usable, 32 * 4096, 16 * 2048)
+    assert abs(own // (32 * 4096) - (usable - own) // (16 * 2048)) <= 1
+    assert target_share(usable, 4096, 0) == usable
+
+
+def test_trtllm_windows_beside_a_draft_model() -> None:
+    asked = request(
+        "google/gemma-2-9b-it", {"decoding_type": "DraftTarget", "speculative_model_dir": "google/gemma-2-2b-it"},
+        "1.0.0", engine="trtllm", settings={"max_batch_size": 64},
+    )  # fmt: skip
+    drafting = policy_for("trtllm").plan(asked)
+    target, draft = 42 * 2 * 8 * 256 * 2, 26 * 2 * 4 * 256 * 2
+    assert drafting.kv_cache.bytes_per_token == target + draft

@@ -61,7 +61,8 @@ class Modelled:
         layers = [layer for layer in self.dims.layers[: -(-len(self.dims.layers) // self.layout.pp)]
                   if layer.kind not in ("state", "shared")]  # fmt: skip
         elements = [layer.latent or max(1, layer.kv_heads // tp) * (layer.k_dim + layer.v_dim) for layer in layers]
-        each = sum(elements) * element // max(1, len(layers))
+        keys = sum(layer.index_bytes for layer in layers if not layer.borrows_index)
+        each = (sum(elements) * element + keys) // max(1, len(layers))
         windows = [layer.window if tp == 1 else None for layer in layers]
         return group_layers(windows, each, self.config)
 

@@ -120,3 +120,16 @@ def test_leading_dense_layers_from_a_list() -> None:
     config = {key: value for key, value in V32.items() if key != "first_k_dense_replace"}
     listed = dims_from_config(config | {"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58})
     assert dataclasses.replace(listed, name="") == dims_from_config(V32)
+
+
+@pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V3.2", "zai-org/GLM-5"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm", "onebudget"])
+def test_every_engine_plans_them(engine: str, name: str) -> None:
+    request = PlanRequest(
+        model=ModelSource(name, config_of(name), "test"), gpu=find_gpu("H200-141GB"), n_gpus=16,
+        layout=ParallelLayout(tp=16), weights_dtype="bf16" if engine == "onebudget" else "fp8",
+        settings={"max_batch_size": 64} if engine == "trtllm" else {},
+    )  # fmt: skip
+    ledger = policy_for(engine).plan(request)
+    layers = len(dims_from_config(request.model.config).layers)
+    assert ledger.kv_cache.bytes_per_token == layers * (LATENT + KEY)

@@ -10,6 +10,7 @@ from onebudget.budget.ledger import Change, Ledger
 from onebudget.errors import OneBudgetError
 from onebudget.planner.answers import at_length, largest_that_holds, longest_asked, meets_target
 from onebudget.planner.catalogue.gpus import all_gpus, parse_gpu
+from onebudget.planner.host_tiers import smaller_tiers
 from onebudget.planner.question import FRACTION, LENGTH, SEATS, STEP_TOKENS
 from onebudget.units import MIB, align_up
 
@@ -72,10 +73,13 @@ def _settings(asked: Question, ledger: Ledger) -> Iterator[dict[str, Any]]:
     """Single settings in the order of what they cost; of each the mildest value that does."""
     engine = asked.engine
     yield from ({cap: None} for cap in _CAPS.get(engine, ()) if asked.settings.get(cap) is not None)
+    for tiers in smaller_tiers(engine, asked.settings):
+        yield from _first(asked, tiers)
     name = FRACTION.get(engine)
     if name is not None:
         now = _fraction(ledger, name)
         yield from _first(asked, [{name: value} for value in _HIGHEST_FRACTIONS if value > now])
+        yield from _first(asked, [{name: value} for value in _within_free(ledger) if 0 < value < now])
     if engine in _WITHOUT_GRAPHS:
         yield dict([_WITHOUT_GRAPHS[engine]])
     yield from _first(asked, [{STEP_TOKENS[engine]: value} for value in _FEWER_TOKENS])
@@ -93,6 +97,12 @@ def _settings(asked: Question, ledger: Ledger) -> Iterator[dict[str, Any]]:
 def _fraction(ledger: Ledger, name: str) -> float:
     values = [cap.value for cap in ledger.caps if cap.name == name and cap.value is not None]
     return float(values[0]) if values else 0.0
+
+
+def _within_free(ledger: Ledger) -> list[float]:
+    """The largest share of the card that is free, where the limit exceeds it."""
+    free, limit = ledger.device.free_at_start_bytes, max((cap.limit_bytes for cap in ledger.caps), default=0)
+    return [free * 100 // ledger.capacity_bytes / 100] if 0 < free < limit else []
 
 
 def _fewer_seats(asked: Question) -> list[int]:

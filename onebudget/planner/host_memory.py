@@ -21,11 +21,13 @@ class HostNeed:
         return self.short_bytes == 0
 
 
-def host_need(tiers_per_rank: Sequence[int], ranks: int, host_bytes: int) -> HostNeed:
-    """Every rank holds every tier: a size that was meant for the machine counts once per rank and manager."""
+def host_need(tiers_per_rank: Sequence[int], ranks: int, host_bytes: int, *, shared_bytes: int = 0) -> HostNeed:
+    """Every rank holds every tier: a size that was meant for the machine counts once per rank and manager.
+    ``shared_bytes`` count once."""
     each = sum(tiers_per_rank)
-    total = each * ranks
-    why = f"{format_bytes(each)} per rank x {ranks} ranks = {format_bytes(total)} of {format_bytes(host_bytes)}"
+    total = each * ranks + shared_bytes
+    beside = f" and {format_bytes(shared_bytes)}" if shared_bytes else ""
+    why = f"{format_bytes(each)} per rank x {ranks} ranks{beside} = {format_bytes(total)} of {format_bytes(host_bytes)}"
     return HostNeed(total, max(total - host_bytes, 0), why)
 
 

@@ -12,7 +12,7 @@ from onebudget.errors import ConfigError
 from onebudget.planner.answers import answers_of, meets_target
 from onebudget.planner.cache import find_plan, keep_plan, plan_key
 from onebudget.planner.changes import find_changes
-from onebudget.planner.host import with_host_lines
+from onebudget.planner.host import on_host
 from onebudget.planner.question import Question, make_question
 from onebudget.planner.ranks import rank_table
 from onebudget.progress import SilentProgress
@@ -101,11 +101,12 @@ def plan_asked(
 
 
 def answer(question: Question, *, host_memory_bytes: int | None = None) -> Ledger:
-    """The plan with everything people ask of one: ranks, host memory, answers, and ways out where it falls short."""
-    request = question.request()
+    """The plan with everything people ask of one: ranks, host memory, answers, and ways out where it falls short.
+
+    With ``host_memory_bytes`` a plan whose ranks keep more than that on their host does not fit."""
+    question = on_host(question, host_memory_bytes)
     ledger = question.ledger()
-    ranks, limiting = rank_table(request, ledger)
-    ledger = with_host_lines(request, ledger, host_memory_bytes=host_memory_bytes)
+    ranks, limiting = rank_table(question.request(), ledger)
     ledger = ledger.replace(ranks=ranks or ledger.ranks, limiting_rank=limiting, answers=answers_of(question, ledger))
     if not meets_target(question, ledger):
         ledger = ledger.replace(changes=find_changes(question, ledger))

@@ -21,6 +21,7 @@ from onebudget.planner.policies.modelled import Modelled
 from onebudget.planner.policies.weight_headers import weights_in_headers
 from onebudget.planner.policies.weight_rules import Shard, weights_on_rank
 from onebudget.planner.rank_config import check_heads, config_of_rank
+from onebudget.planner.unified import free_at_start, system_notes
 from onebudget.units import MIB, ceil_div
 
 if TYPE_CHECKING:
@@ -105,10 +106,11 @@ def read_case(request: PlanRequest) -> Case:
     context = 0 if on_host else request.gpu.context_bytes or 0
     if not on_host and request.gpu.context_bytes is None:
         notes.append(f"How much a driver's context takes of {request.gpu.name} is not known: it counts as 0.")
-    free = request.free_bytes
+    free = free_at_start(request)
     others = 0 if free is None else max(0, total - free - context)
     if free is not None and free > total:
         raise ConfigError.for_field("gpu_free", free, f"at most the card's {total} bytes")
+    notes += system_notes(request)
     return Case(
         request=request, config=config, dims=dims, dtype=dtype, kind=_kind_for(kind, dtype), total_bytes=total,
         context_bytes=context, others_bytes=others, granule_bytes=_granule(on_host), notes=tuple(notes),

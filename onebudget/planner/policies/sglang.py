@@ -29,6 +29,7 @@ from onebudget.planner.policies.vllm.outside import LINKED_BANDWIDTH as _LINKED_
 from onebudget.planner.policies.vllm.outside import context_bytes
 from onebudget.planner.policies.weight_headers import rank_weights
 from onebudget.planner.policies.weight_rules import Shard
+from onebudget.planner.unified import free_at_start, system_notes
 from onebudget.units import GIB, MIB, align_down, align_up
 
 KNOWN_SETTINGS: Mapping[str, str] = {
@@ -52,6 +53,9 @@ KNOWN_SETTINGS: Mapping[str, str] = {
     "speculative_num_draft_tokens": "drafted tokens verified at once; by family",
     "swa_full_tokens_ratio": "tokens of windowed layers for each token of the full ones; 0.8",
     "mamba_full_memory_ratio": "bytes of states for each byte of cache; 0.9",
+    "enable_hierarchical_cache": "keep evicted pages in host memory",
+    "hicache_ratio": "host pages for each page on the card; 2",
+    "hicache_size": "GB of host memory for evicted pages, per rank and pool; instead of the ratio",
 }
 _WINDOW_RATIO = 0.8
 _STATE_RATIO = 0.9
@@ -86,7 +90,7 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
     layout = request.layout
     smi_mib = (request.gpu.smi_bytes or total) // MIB
     share = fraction(settings, "mem_fraction_static", default_fraction(settings, version, dims, smi_mib, request))
-    before = _free_before_load(request, total)
+    before = _free_before_load(request, total, free_at_start(request))
     kind = weight_format(request.weights_dtype, dims.quantization, dims.name)
     stage = max(1, len(dims.layers) // layout.pp)
     draft = read_draft(settings, request, dims, _attention_ranks(settings, request))
@@ -125,6 +129,7 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
             f"SGLang {version}" + ("" if version.given else " (not given: the newest before the plan's date)"),
             "mem_fraction_static is a share of the memory that is free before loading; activations, graphs and "
             "request tables live in the rest.",
+            *system_notes(request),
         ),
     )
 
@@ -140,8 +145,9 @@ def _attention_ranks(settings: dict[str, Any], request: PlanRequest) -> int:
     return max(1, request.layout.tp // max(request.layout.dp, 1))
 
 
-def _free_before_load(request: PlanRequest, total: int) -> Figure:
-    """Total less the context and, with several ranks, the communicators.
+def _free_before_load(request: PlanRequest, total: int, known_free: int | None) -> Figure:
+    """What was found free or, where that is not known, the total less the context and, with several ranks, the
+    communicators.
 
     Logs print 22.4 to 22.8 GiB free on cards of 24 GB before loading, 78.6 on one of 80 GB, and on linked cards 1.5 to
     3 GiB less than their total.
@@ -153,7 +159,7 @@ def _free_before_load(request: PlanRequest, total: int) -> Figure:
     if request.layout.tp * request.layout.pp > 1:
         held += GIB * 9 // 10 if linked else GIB // 10
         wide = GIB if linked else GIB // 2
-    free = min(total, request.free_bytes) if request.free_bytes else total - held
+    free = min(total, known_free) if known_free else total - held
     return Figure(free, free - wide, min(free + wide, total), "modelled", "driver, libraries, communicators")
 
 

@@ -22,6 +22,7 @@ from onebudget.planner.policies.vllm.groups import cached_layers
 from onebudget.planner.policies.vllm.outside import context_bytes
 from onebudget.planner.policies.weight_headers import rank_weights
 from onebudget.planner.policies.weight_rules import Shard
+from onebudget.planner.unified import free_at_start, system_notes
 from onebudget.units import GIB, ceil_div
 
 KNOWN_SETTINGS: Mapping[str, str] = {
@@ -34,6 +35,7 @@ KNOWN_SETTINGS: Mapping[str, str] = {
     "tokens_per_block": "tokens of a block; 32, in engines until 0.16 64",
     "kv_cache_dtype": "auto: the model's dtype",
     "backend": "pytorch or tensorrt; by version",
+    "host_cache_size": "bytes of host memory for evicted blocks, per rank and cache manager",
     "speculative_config": "draft method, its checkpoint and how much it drafts",
     "kv_cache_manager": "v1, or v2 where windowed layers cost a fixed amount per request",
 }
@@ -96,6 +98,7 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
             f"TensorRT-LLM {version}, {'PyTorch' if is_pytorch(request, settings, version) else 'TensorRT'} backend"
             + ("" if version.given else " (no version was given: the newest before the plan's date)"),
             "free_gpu_memory_fraction is a share of what is free after weights, activations and buffers.",
+            *system_notes(request),
         ),
     )
 
@@ -139,7 +142,8 @@ def _used(
         Part("weights", "models", weights, "load"),
         Part("activations", "profile", forward),
     ]
-    others = max(total - request.free_bytes, 0) if request.free_bytes else 0
+    free = free_at_start(request)
+    others = max(total - free, 0) if free else 0
     if others:
         parts.append(Part("other_processes", "system", Figure.exact(others, "given"), "load"))
     if request.layout.tp > 1:

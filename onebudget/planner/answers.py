@@ -59,6 +59,8 @@ def longest_asked(question: Question, ledger: Ledger) -> int:
     """``max_seq_len`` of the plan: what was set, or the engine's default for the model."""
     given = question.settings.get(LENGTH[question.engine])
     model = question.dims.max_len or MOST_LENGTH
+    if question.engine == "llamacpp" and not _number(given):  # the tools may have chosen a shorter one
+        return next((int(cap.value) for cap in ledger.caps if cap.name == "n_ctx" and cap.value), model)
     if question.engine == "onebudget":
         from onebudget.config import DEFAULT_MAX_SEQ_LEN
 
@@ -90,6 +92,12 @@ def at_length(question: Question, length: int) -> Ledger | None:
         return None
 
 
+def _as_much_on_cards(ledger: Ledger, other: Ledger) -> bool:
+    """Whether another plan keeps as many weights on the cards. llama.cpp makes any context fit by moving layers to the
+    host, which is another plan."""
+    return ledger.engine != "llamacpp" or other.term("weights").bytes >= ledger.term("weights").bytes
+
+
 def concurrency_at(question: Question, ledger: Ledger, length: int) -> float:
     """Requests of ``length`` tokens that the cache holds at once. Where all layers attend to everything they share the
     plan's tokens; otherwise the engine says, asked with that as the longest request."""
@@ -102,7 +110,9 @@ def concurrency_at(question: Question, ledger: Ledger, length: int) -> float:
         block = max(kv.tokens_per_block, 1)
         return kv.blocks / -(-length // block)
     other = at_length(question, length)
-    return other.kv_cache.max_concurrency_at_max_seq_len if other is not None and other.fits else 0.0
+    if other is None or not other.fits or not _as_much_on_cards(ledger, other):
+        return 0.0
+    return other.kv_cache.max_concurrency_at_max_seq_len
 
 
 def largest_length(question: Question, ledger: Ledger) -> tuple[int, str]:
@@ -112,7 +122,9 @@ def largest_length(question: Question, ledger: Ledger) -> tuple[int, str]:
     def holds(asked: Question) -> Callable[[int], bool]:
         def test(length: int) -> bool:
             other = at_length(asked, length)
-            return other is not None and other.fits and other.kv_cache.max_concurrency_at_max_seq_len >= 1
+            if other is None or not other.fits or not _as_much_on_cards(ledger, other):
+                return False
+            return other.kv_cache.max_concurrency_at_max_seq_len >= 1
 
         return test
 

@@ -49,6 +49,7 @@ KNOWN_SETTINGS: Mapping[str, str] = {
     "VLLM_PP_LAYER_PARTITION": "layers of each pipeline stage",
     "VLLM_USE_V1": "which engine core, in versions that have both",
 }
+_HALF_BITS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +73,20 @@ def read_case(request: PlanRequest) -> Case:
     _refuse_layout(request, dims)
     total = request.total_bytes or request.gpu.total_bytes
     draft = read_draft(settings, request, dims, version)
-    limits = find_limits(settings, dims, version, total, request.gpu.name, request.use, draft.tokens)
+    kind = weight_format(request.weights_dtype, dims.quantization, dims.name)
+    limits = find_limits(
+        settings,
+        dims,
+        version,
+        total,
+        request.gpu.name,
+        request.use,
+        draft.tokens,
+        quantised=kind.bits < _HALF_BITS,
+        sm=request.gpu.sm,
+    )
     if draft.tokens and not runs_newer_runner(draft, version):
         limits = replace(limits, v2_runner=False)
-    kind = weight_format(request.weights_dtype, dims.quantization, dims.name)
     return Case(
         request=request, settings=settings, version=version, dims=dims, kind=kind, limits=limits, draft=draft,
         total_bytes=total,

@@ -13,10 +13,8 @@ from onebudget.units import GIB
 _LARGE_CARD = 70 * GIB
 _HUGE_CARD = 160 * GIB
 _LONG = 32768
-_V2_FAMILIES = {
-    22: ("qwen3",),
-    24: ("qwen3", "llama", "mistral", "deepseek_v2", "qwen2_moe", "granitemoe"),
-}
+_V2_FAMILIES = ("qwen3", "llama", "mistral", "deepseek_v2", "qwen2_moe", "granitemoe")
+_V2_EXPERTS = ("deepseek_v2", "qwen2_moe", "granitemoe", "inkling", "longcat")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +34,19 @@ class Limits:
 
 
 def find_limits(
-    settings: dict[str, Any], dims: Dims, version: EngineVersion, total_bytes: int, gpu: str, use: str, draft: int
+    settings: dict[str, Any],
+    dims: Dims,
+    version: EngineVersion,
+    total_bytes: int,
+    gpu: str,
+    use: str,
+    draft: int,
+    *,
+    quantised: bool,
+    sm: int | None,
 ) -> Limits:
-    """Settings as given, and the version's own where nothing was."""
+    """Settings as given, and the version's own where nothing was. ``quantised``: weights of fewer than 16 bits;
+    ``sm``: the card's compute capability, as in 90."""
     worker = find_worker(version)
     requests = (
         whole(settings, "max_num_seqs") or _recorded(settings, worker) or _requests(version, worker, total_bytes, gpu)
@@ -53,11 +61,12 @@ def find_limits(
     if tokens is None:
         tokens = _tokens(version, worker, total_bytes, gpu, use, chunked=chunked, max_len=max_len)
         tokens = min(tokens, requests * max_len) if worker == "V1" else tokens
-    captures, largest = _captures(settings, version, worker, requests, tokens, draft)
+    ceiling = 1024 if version.at_least(0, 28) and sm is not None and sm // 10 == 10 else 512
+    captures, largest = _captures(settings, version, worker, requests, tokens, draft, ceiling)
     caching = switch(settings, "enable_prefix_caching", default=worker == "V1" and _caches(dims, version))
     return Limits(
-        worker=worker, v2_runner=_has_v2_runner(version, dims), max_len=max_len, batch_tokens=tokens,
-        batch_requests=requests, captures=captures, largest_capture=largest, prefix_caching=caching,
+        worker=worker, v2_runner=_has_v2_runner(version, dims, quantised=quantised), max_len=max_len,
+        batch_tokens=tokens, batch_requests=requests, captures=captures, largest_capture=largest, prefix_caching=caching,
         tokens_given=bool(whole(settings, "max_num_batched_tokens")),
     )  # fmt: skip
 
@@ -110,9 +119,15 @@ def _tokens(
 
 
 def _captures(
-    settings: dict[str, Any], version: EngineVersion, worker: str, requests: int, tokens: int, draft: int
+    settings: dict[str, Any],
+    version: EngineVersion,
+    worker: str,
+    requests: int,
+    tokens: int,
+    draft: int,
+    ceiling: int,
 ) -> tuple[int, int]:
-    """Graphs recorded over all modes, and the largest of them in tokens."""
+    """Graphs recorded over all modes, and the largest of them in tokens; by default none above ``ceiling``."""
     if switch(settings, "enforce_eager", default=False):
         return 0, 0
     sizes = settings.get("cudagraph_capture_sizes")
@@ -123,16 +138,16 @@ def _captures(
         return len(sizes) + (decode if both else 0), max(sizes)
     if worker == "V0":
         return 3 + requests // 8, requests
-    largest = whole(settings, "max_cudagraph_capture_size") or _largest_capture(version, requests, draft)
+    largest = whole(settings, "max_cudagraph_capture_size") or _largest_capture(version, requests, draft, ceiling)
     chosen = [size for size in _steps(version, largest) if size <= tokens]
     decode = sum(1 for size in chosen if size <= requests * (1 + draft))
     return len(chosen) + (decode if both else 0), max(chosen, default=0)
 
 
-def _largest_capture(version: EngineVersion, requests: int, draft: int) -> int:
+def _largest_capture(version: EngineVersion, requests: int, draft: int, ceiling: int) -> int:
     if not version.at_least(0, 10, 2):
-        return 512
-    return min(2 * requests * (1 + draft if version.at_least(0, 11, 2) else 1), 512)
+        return ceiling
+    return min(2 * requests * (1 + draft if version.at_least(0, 11, 2) else 1), ceiling)
 
 
 def _steps(version: EngineVersion, largest: int) -> list[int]:
@@ -145,14 +160,16 @@ def _caches(dims: Dims, version: EngineVersion) -> bool:
     return version.at_least(0, 28) if dims.is_hybrid else True
 
 
-def _has_v2_runner(version: EngineVersion, dims: Dims) -> bool:
+def _has_v2_runner(version: EngineVersion, dims: Dims, *, quantised: bool) -> bool:
+    """Whether the newer runner is the default, as read in the sources of 0.22.1 to 0.31.0."""
     if version.worker == "V2" or version.at_least(0, 31):
+        return True
+    if version.at_least(0, 28) and dims.family == "deepseek_v4":
         return True
     if not version.at_least(0, 22) or dims.is_hybrid:
         return False
     if version.at_least(0, 25):
-        return not dims.experts or dims.family in _V2_FAMILIES[24]
-    if dims.multimodal:
-        return False
-    families = _V2_FAMILIES[24] if version.at_least(0, 24) else _V2_FAMILIES[22]
-    return dims.family in families
+        return not dims.experts or dims.family.startswith(_V2_EXPERTS)
+    if version.at_least(0, 24):
+        return not dims.multimodal and dims.family in _V2_FAMILIES
+    return dims.family == "qwen3" and not quantised

@@ -66,8 +66,8 @@ def find_limits(
     caching = switch(settings, "enable_prefix_caching", default=worker == "V1" and _caches(dims, version))
     return Limits(
         worker=worker, v2_runner=_has_v2_runner(version, dims, quantised=quantised), max_len=max_len,
-        batch_tokens=tokens, batch_requests=requests, captures=captures, largest_capture=largest, prefix_caching=caching,
-        tokens_given=bool(whole(settings, "max_num_batched_tokens")),
+        batch_tokens=tokens, batch_requests=requests, captures=captures, largest_capture=largest,
+        prefix_caching=caching, tokens_given=bool(whole(settings, "max_num_batched_tokens")),
     )  # fmt: skip
 
 

@@ -8,15 +8,15 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from onebudget.budget.ledger import Ledger
-from onebudget.budget.windows import window_blocks
 from onebudget.planner.policies.base import EnginePolicy, Figure, PlanRequest, ProfileProvider
 from onebudget.planner.policies.dims import Dims, dims_from_config
 from onebudget.planner.policies.drafts import Draft, draft_weights
 from onebudget.planner.policies.formats import WeightFormat, cache_bits, weight_format
 from onebudget.planner.policies.layouts import refuse_layout
-from onebudget.planner.policies.ledgers import Budget, Outcome, Part, Pool, build_ledger
+from onebudget.planner.policies.ledgers import Budget, Outcome, Part, build_ledger
 from onebudget.planner.policies.settings import check_settings, fraction, whole
-from onebudget.planner.policies.trtllm_drafts import has_own_manager, read_draft, target_share
+from onebudget.planner.policies.trtllm_drafts import has_own_manager, read_draft
+from onebudget.planner.policies.trtllm_pools import WindowPools, by_window, is_second
 from onebudget.planner.policies.versions import EngineVersion, read_version
 from onebudget.planner.policies.vllm.groups import cached_layers
 from onebudget.planner.policies.vllm.outside import context_bytes
@@ -37,6 +37,7 @@ KNOWN_SETTINGS: Mapping[str, str] = {
     "backend": "pytorch or tensorrt; by version",
     "host_cache_size": "bytes of host memory for evicted blocks, per rank and cache manager",
     "speculative_config": "draft method, its checkpoint and how much it drafts",
+    "max_attention_window": "tokens that layers look back, a list repeated over them; the model's own windows",
     "kv_cache_manager": "v1, or v2 where windowed layers cost a fixed amount per request",
 }
 
@@ -79,27 +80,29 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
     used = _used(request, settings, dims, kind, shard, version, total, pytorch=is_pytorch(request, settings, version))
     left = total - sum(part.figure.bytes for part in used)
     share = fraction(settings, "free_gpu_memory_fraction", 0.9)
-    pool, slope = _pool(request, settings, version, dims, draft)
+    pools = _pools(request, settings, version, dims, draft)
     cap = whole(settings, "max_tokens")
     limit = int(left * Fraction(str(share)))
     name, value = "free_gpu_memory_fraction", float(share)
-    if cap is not None and cap * slope < limit:
-        limit, name, value = ceil_div(cap, pool.tokens_per_block) * pool.tokens_per_block * slope, "max_tokens", cap
+    if cap is not None and pools.bytes_for(cap) <= limit:
+        limit, name, value = pools.bytes_for(cap), "max_tokens", cap
     spread = 0 if name == "max_tokens" else int(share * _spread(used))
     return Outcome(
         capacity_bytes=total,
         budget=Budget(limit, name, value, spread),
         charged=(),
         outside=tuple(used),
-        pool=pool,
+        pool=pools.pool(limit),
         engine="trtllm",
         version=str(version),
         notes=(
             f"TensorRT-LLM {version}, {'PyTorch' if is_pytorch(request, settings, version) else 'TensorRT'} backend"
             + ("" if version.given else " (no version was given: the newest before the plan's date)"),
             "free_gpu_memory_fraction is a share of what is free after weights, activations and buffers.",
+            *pools.notes(limit),
             *system_notes(request),
         ),
+        warnings=pools.warnings(limit),
     )
 
 
@@ -190,44 +193,29 @@ def _decoder_tables(dims: Dims, version: EngineVersion, seats: int) -> Figure:
     return Figure(best, table // 2, 8 * table, "modelled", why)
 
 
-def _pool(
+def _pools(
     request: PlanRequest, settings: dict[str, Any], version: EngineVersion, dims: Dims, draft: Draft
-) -> tuple[Pool, int]:
+) -> WindowPools:
     given = settings.get("kv_cache_dtype")
     bits = cache_bits(str(given) if given is not None else request.kv_dtype, dims.element_bytes, dims.quantization)
     layers = cached_layers(dims, bits, request.layout.tp, (dims.element_bytes, dims.element_bytes), 0)
     layers = layers[: ceil_div(len(layers), request.layout.pp)]
-    block = whole(settings, "tokens_per_block", 32 if version.at_least(0, 17) else 64) or 32
     longest = whole(settings, "max_seq_len", dims.max_len or 4096) or 4096
-    by_window: dict[int, int] = {}
-    for layer in layers:
-        window = min(layer.window or longest, longest)
-        by_window[window] = by_window.get(window, 0) + layer.token_bytes
-    by_window = {window: nbytes for window, nbytes in by_window.items() if nbytes}
+    found = by_window(layers, longest, settings.get("max_attention_window"))
+    sizes = {window: sum(layer.token_bytes for layer in each) for window, each in found.items()}
+    counts = {window: len(each) for window, each in found.items()}
     own = cached_layers(
         replace(draft.dims or dims, layers=draft.layers), bits, draft.ranks, (dims.element_bytes, dims.element_bytes), 0
     )
     drafted = sum(layer.token_bytes for layer in own)
     if drafted and not has_own_manager(draft, settings.get("speculative_config")):
-        by_window[longest] = by_window.get(longest, 0) + drafted
+        sizes[longest] = sizes.get(longest, 0) + drafted
+        counts[longest] = counts.get(longest, 0) + len(own)
         drafted = 0
-    slope = max(sum(by_window.values()) + drafted, 1)
-    state = sum(layer.state_bytes for layer in layers) * (whole(settings, "max_batch_size", 2048) or 2048)
-
-    def blocks(nbytes: int) -> int:
-        usable = max(nbytes - state, 0)
-        if len(by_window) > 1:
-            own_bytes = target_share(usable, slope - drafted, drafted)
-            return window_blocks(own_bytes, by_window, block)[max(by_window)]
-        return ceil_div(usable // slope, block)
-
-    pool = Pool(
-        tokens=lambda nbytes: blocks(nbytes) * block,
-        blocks=blocks,
-        tokens_per_block=block,
-        bytes_per_token=slope,
-        fixed_bytes=state,
-        concurrency=lambda nbytes: blocks(nbytes) * block / longest,
-        needed_bytes=block * slope + state,
-    )
-    return pool, slope
+    batch = whole(settings, "max_batch_size", 2048) or 2048
+    return WindowPools(
+        bytes_per_token=sizes, layers=counts, longest=longest,
+        block_tokens=whole(settings, "tokens_per_block", 32 if version.at_least(0, 17) else 64) or 32,
+        max_batch_size=batch, state_bytes=sum(layer.state_bytes for layer in layers) * batch, drafted_bytes=drafted,
+        v2=is_second(settings.get("kv_cache_manager")),
+    )  # fmt: skip

@@ -23,6 +23,7 @@ from onebudget.planner.policies.sglang_drafts import (
     read_draft,
     reserve_mib,
 )
+from onebudget.planner.policies.sglang_scratch import SIZE_SETTING, attention_scratch
 from onebudget.planner.policies.versions import EngineVersion, read_version
 from onebudget.planner.policies.vllm.groups import CachedLayer, cached_layers
 from onebudget.planner.policies.vllm.outside import LINKED_BANDWIDTH as _LINKED_BANDWIDTH
@@ -53,6 +54,8 @@ KNOWN_SETTINGS: Mapping[str, str] = {
     "speculative_num_draft_tokens": "drafted tokens verified at once; by family",
     "swa_full_tokens_ratio": "tokens of windowed layers for each token of the full ones; 0.8",
     "mamba_full_memory_ratio": "bytes of states for each byte of cache; 0.9",
+    "attention_backend": "kernels of attention; by card and version",
+    SIZE_SETTING: "bytes of FlashInfer's workspace; 384 MiB, for some families 512 MiB",
     "enable_hierarchical_cache": "keep evicted pages in host memory",
     "hicache_ratio": "host pages for each page on the card; 2",
     "hicache_size": "GB of host memory for evicted pages, per rank and pool; instead of the ratio",
@@ -113,6 +116,10 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
     pool, state = _pool(settings, request, version, dims, draft, rest)
     charged.append(Part("recurrent_state", "resources", state, "reserve"))
     context = Figure(total - before.bytes, total - before.high_bytes, total - before.low_bytes, "modelled", before.why)
+    scratch = attention_scratch(
+        settings, version, dims, request.gpu, ranks=_attention_ranks(settings, request),
+        recorded=_recorded(settings, card_class(version, smi_mib, layout.tp)),
+    )  # fmt: skip
     return Outcome(
         capacity_bytes=total,
         budget=Budget(limit, "mem_fraction_static", share, spread),
@@ -120,6 +127,7 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
         outside=(
             Part("context", "driver", context, "load"),
             *_lives_in_the_rest(settings, version, dims, shard, draft, smi_mib),
+            *scratch.parts,
             *(() if charged_draft else _late_draft(request, dims, kind, shard, drafting)),
         ),
         pool=pool,
@@ -131,6 +139,7 @@ def _outcome(request: PlanRequest, settings: dict[str, Any], version: EngineVers
             "request tables live in the rest.",
             *system_notes(request),
         ),
+        warnings=scratch.warnings,
     )
 
 
@@ -215,6 +224,11 @@ def _reserve_mib(settings: dict[str, Any], version: EngineVersion, tp: int, pp: 
     return reserve + reserve_mib(algorithm, version)
 
 
+def _recorded(settings: dict[str, Any], card: CardClass) -> int:
+    """The largest batch of a graph, 0 without graphs."""
+    return 0 if switch(settings, "disable_cuda_graph", default=False) else _graph_batch(settings, card)
+
+
 def _graph_batch(settings: dict[str, Any], card: CardClass) -> int:
     sizes = settings.get("cuda_graph_bs")
     if isinstance(sizes, (list, tuple)) and sizes:
@@ -263,7 +277,7 @@ def _lives_in_the_rest(
     seats = whole(settings, "max_running_requests", SEATS if draft.tokens else 2048) or 2048
     table = seats * (length + 4) * 4
     forward = chunk * (6 * max(dims.intermediate, dims.expert_intermediate) // shard.tp + 6 * dims.hidden)
-    batch = 0 if switch(settings, "disable_cuda_graph", default=False) else _graph_batch(settings, card)
+    batch = _recorded(settings, card)
     graphs = int((0.05 + 0.0025 * batch) * GIB)
     return (
         Part(

@@ -116,7 +116,7 @@ class WindowPools:
     def concurrency(self, nbytes: int) -> float:
         """Longest requests at once: the pool that runs out first decides."""
         if self.v2:
-            return self._usable(nbytes) / max(self.request_bytes, 1)
+            return self._usable(nbytes) / self.request_bytes if self.request_bytes else float(self.max_batch_size)
         blocks = self.blocks(nbytes)
         if not self.has_windows:
             return blocks[max(blocks)] * self.block_tokens / self.longest

@@ -185,6 +185,13 @@ def test_a_card_of_unified_memory_and_its_tiers_share_the_machine() -> None:
     assert twice.changes
 
 
+def test_the_whole_memory_of_a_machine_less_what_it_needs_bounds_an_engine_too() -> None:
+    refused = answer(question("vllm", SPARK), host_memory_bytes=56 * GIB)
+    assert not refused.fits
+    assert any("refuses to start: 52.00 GiB are free" in warning for warning in refused.warnings)
+    assert answer(question("vllm", SPARK, settings={"gpu_memory_utilization": 0.4}), host_memory_bytes=56 * GIB).fits
+
+
 def test_cards_of_unified_memory_are_machines_of_their_own() -> None:
     assert ranks_per_host(question("vllm", f"{SPARK}x2").request()) == 1
 
@@ -193,6 +200,7 @@ def test_a_share_that_is_not_free_is_lowered_to_what_is() -> None:
     asked = question("vllm", SPARK, free_bytes=52 * GIB)
     ledger = answer(asked)
     assert not ledger.fits
+    assert any("Unified memory: the system can give 52.00 GiB" in note for note in ledger.notes)
     lowered = [change.set["gpu_memory_utilization"] for change in ledger.changes if len(change.set) == 1
                and "gpu_memory_utilization" in change.set]  # fmt: skip
     assert lowered == [52 * GIB * 100 // ledger.capacity_bytes / 100]

@@ -28,6 +28,7 @@ from onebudget.planner.policies.vllm.peak import profile_peak
 from onebudget.planner.policies.vllm.pool import pool_of
 from onebudget.planner.policies.weight_headers import rank_weights
 from onebudget.planner.policies.weight_rules import Shard
+from onebudget.planner.unified import free_at_start, system_notes
 
 
 class VllmPolicy(EnginePolicy):
@@ -103,8 +104,9 @@ def _stage(case: Case, shard: Shard) -> Outcome:
         charged = [_fixed(part) for part in charged]
     return Outcome(
         capacity_bytes=case.total_bytes, budget=budget, charged=tuple(charged), outside=tuple(beside),
-        pool=pool_of(case, shard), engine="vllm", version=str(version), notes=_notes(case), warnings=_warnings(case),
-        free_bytes=request.free_bytes,
+        pool=pool_of(case, shard), engine="vllm", version=str(version),
+        notes=(*_notes(case), *system_notes(request, util)), warnings=_warnings(case),
+        free_bytes=free_at_start(request),
     )  # fmt: skip
 
 

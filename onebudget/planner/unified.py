@@ -29,11 +29,9 @@ def usable_on_unified(total_bytes: int, fraction: float, available_bytes: int, o
     share = int(total_bytes * Fraction(str(fraction)))
     given = max(available_bytes - os_reserve_bytes, 0)
     if given < share:
-        return Usable(
-            given,
-            f"the system can give {format_bytes(available_bytes)} less {format_bytes(os_reserve_bytes)} for itself, "
-            f"below {fraction} of {format_bytes(total_bytes)}",
-        )
+        kept = f" less {format_bytes(os_reserve_bytes)} for itself" if os_reserve_bytes else ""
+        can_give = f"the system can give {format_bytes(available_bytes)}{kept}"
+        return Usable(given, f"{can_give}, below {fraction} of {format_bytes(total_bytes)}")
     return Usable(share, f"{fraction} of {format_bytes(total_bytes)}, which the system can give")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from onebudget.budget.ledger import Basis, Ledger
 
@@ -66,36 +66,6 @@ class Figure:
         return cls(nbytes, nbytes, nbytes, basis, why)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileQuestion:
-    """What an engine's profiling run executes, as far as a dry run can repeat it.
-
-    ``tokens`` prompt tokens split evenly over ``sequences`` requests; ``logits_rows`` rows of logits; ``image_tokens``
-    tokens through the encoder (0: none).
-    """
-
-    tokens: int
-    sequences: int
-    logits_rows: int
-    image_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileFigures:
-    """What a dry run found for one question, per rank. None: the dry run does not know, so the policy's formula
-    stands."""
-
-    forward: Figure | None = None
-    logits: Figure | None = None
-    encoder: Figure | None = None
-
-
-class ProfileProvider(Protocol):
-    """Answers with figures of a dry run, or with what was found for the same question before."""
-
-    def __call__(self, request: PlanRequest, question: ProfileQuestion) -> ProfileFigures: ...
-
-
 class EnginePolicy(ABC):
     """One engine. ``known_settings`` maps each setting's own name to one line about it; a setting under another name
     is refused with near matches."""
@@ -104,7 +74,7 @@ class EnginePolicy(ABC):
     known_settings: ClassVar[Mapping[str, str]]
 
     @abstractmethod
-    def plan(self, request: PlanRequest, profile: ProfileProvider | None = None) -> Ledger:
+    def plan(self, request: PlanRequest) -> Ledger:
         """The ledger of the rank that governs the pool.
 
         A plan that does not fit comes back with ``fits`` False and the shortfall; it does not raise. Raises

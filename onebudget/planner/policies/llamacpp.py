@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from onebudget.budget.ledger import Change, Ledger
 from onebudget.errors import ConfigError
-from onebudget.planner.policies.base import EnginePolicy, Figure, PlanRequest, ProfileProvider
+from onebudget.planner.policies.base import EnginePolicy, Figure, PlanRequest
 from onebudget.planner.policies.dims import Dims, dims_from_config
 from onebudget.planner.policies.layouts import refuse_layout
 from onebudget.planner.policies.ledgers import Budget, Outcome, Part, Pool, build_ledger
@@ -45,8 +45,7 @@ class LlamacppPolicy(EnginePolicy):
     name: ClassVar[str] = "llamacpp"
     known_settings: ClassVar[Mapping[str, str]] = KNOWN_SETTINGS
 
-    def plan(self, request: PlanRequest, profile: ProfileProvider | None = None) -> Ledger:
-        del profile
+    def plan(self, request: PlanRequest) -> Ledger:
         settings = check_settings("llamacpp", request.settings, KNOWN_SETTINGS)
         version = read_version("llamacpp", request.engine_version, request.as_of)
         dims = dims_from_config(request.model.config, request.model.name)

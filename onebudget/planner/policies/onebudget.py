@@ -14,7 +14,7 @@ from onebudget.budget.ledger import DeviceLine, HostLine, Ledger
 from onebudget.config import KNOBS, UNBUILT_KNOBS, BudgetConfig, resolve_environment, resolve_max_seq_len
 from onebudget.errors import BudgetError, ConfigError, ModelError
 from onebudget.planner.closed_form import closed_form_peak
-from onebudget.planner.policies.base import EnginePolicy, Figure, PlanRequest, ProfileProvider
+from onebudget.planner.policies.base import EnginePolicy, Figure, PlanRequest
 from onebudget.planner.policies.dims import Dims, dims_from_config
 from onebudget.planner.policies.formats import WeightFormat, weight_format
 from onebudget.planner.policies.modelled import Modelled
@@ -76,8 +76,7 @@ class OnebudgetPolicy(EnginePolicy):
     def __init__(self, *, quick: bool = False) -> None:
         self._quick = quick
 
-    def plan(self, request: PlanRequest, profile: ProfileProvider | None = None) -> Ledger:
-        del profile
+    def plan(self, request: PlanRequest) -> Ledger:
         case = read_case(request)
         if not self._quick:
             try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from onebudget.budget.ledger import Ledger
-from onebudget.planner.policies.base import EnginePolicy, Figure, PlanRequest, ProfileProvider
+from onebudget.planner.policies.base import EnginePolicy, Figure, PlanRequest
 from onebudget.planner.policies.dims import Dims, dims_from_config
 from onebudget.planner.policies.drafts import Draft
 from onebudget.planner.policies.formats import WeightFormat, cache_bits, weight_format
@@ -79,8 +79,7 @@ class SglangPolicy(EnginePolicy):
     name: ClassVar[str] = "sglang"
     known_settings: ClassVar[Mapping[str, str]] = KNOWN_SETTINGS
 
-    def plan(self, request: PlanRequest, profile: ProfileProvider | None = None) -> Ledger:
-        del profile
+    def plan(self, request: PlanRequest) -> Ledger:
         settings = check_settings("sglang", request.settings, KNOWN_SETTINGS)
         version = read_version("sglang", request.engine_version, request.as_of)
         dims = dims_from_config(request.model.config, request.model.name)

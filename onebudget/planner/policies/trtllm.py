@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from onebudget.budget.ledger import Ledger
-from onebudget.planner.policies.base import EnginePolicy, Figure, PlanRequest, ProfileProvider
+from onebudget.planner.policies.base import EnginePolicy, Figure, PlanRequest
 from onebudget.planner.policies.dims import Dims, dims_from_config
 from onebudget.planner.policies.drafts import Draft, draft_weights
 from onebudget.planner.policies.formats import WeightFormat, cache_bits, weight_format
@@ -48,8 +48,7 @@ class TrtllmPolicy(EnginePolicy):
     name: ClassVar[str] = "trtllm"
     known_settings: ClassVar[Mapping[str, str]] = KNOWN_SETTINGS
 
-    def plan(self, request: PlanRequest, profile: ProfileProvider | None = None) -> Ledger:
-        del profile
+    def plan(self, request: PlanRequest) -> Ledger:
         settings = check_settings("trtllm", request.settings, KNOWN_SETTINGS)
         version = read_version("trtllm", request.engine_version, request.as_of)
         dims = dims_from_config(request.model.config, request.model.name)

@@ -12,6 +12,7 @@ from onebudget.planner.policies.base import PlanRequest
 from onebudget.planner.policies.dims import Dims, dims_from_config
 from onebudget.planner.policies.drafts import Draft
 from onebudget.planner.policies.formats import WeightFormat, cache_bits, weight_format
+from onebudget.planner.policies.layouts import refuse_layout
 from onebudget.planner.policies.settings import check_settings, switch
 from onebudget.planner.policies.versions import EngineVersion, read_version
 from onebudget.planner.policies.vllm.defaults import Limits, find_limits
@@ -70,7 +71,7 @@ def read_case(request: PlanRequest) -> Case:
     settings = check_settings("vllm", request.settings, KNOWN_SETTINGS)
     version = _core_setting(read_version("vllm", request.engine_version, request.as_of), settings)
     dims = dims_from_config(request.model.config, request.model.name)
-    _refuse_layout(request, dims)
+    refuse_layout(request, dims)
     total = request.total_bytes or request.gpu.total_bytes
     draft = read_draft(settings, request, dims, version)
     kind = weight_format(request.weights_dtype, dims.quantization, dims.name)
@@ -99,18 +100,6 @@ def _core_setting(version: EngineVersion, settings: Mapping[str, Any]) -> Engine
         return version
     core = "V1" if str(chosen) in ("1", "True", "true") else "V0"
     return replace(version, worker=core)
-
-
-def _refuse_layout(request: PlanRequest, dims: Dims) -> None:
-    tp, pp = request.layout.tp, request.layout.pp
-    if dims.heads % tp:
-        raise ConfigError(
-            f"tp = {tp} does not divide the {dims.heads} attention heads of the model.", field="tp", value=tp
-        )
-    if pp > len(dims.layers):
-        raise ConfigError(f"pp = {pp} is more than the model's {len(dims.layers)} layers.", field="pp", value=pp)
-    if tp * pp > request.n_gpus:
-        raise ConfigError(f"tp {tp} x pp {pp} needs {tp * pp} GPUs, there are {request.n_gpus}.", field="n_gpus")
 
 
 def cache_dtype(case: Case) -> str | None:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from onebudget.budget.ledger import Ledger
 from onebudget.errors import ConfigError
-from onebudget.planner.policies.base import EnginePolicy, Figure, PlanRequest, ProfileProvider
+from onebudget.planner.policies.base import EnginePolicy, Figure, PlanRequest
 from onebudget.planner.policies.ledgers import Budget, Outcome, Part, build_ledger, pool_range, widened
 from onebudget.planner.policies.settings import fraction, switch, whole
 from onebudget.planner.policies.versions import recent
@@ -37,8 +37,7 @@ class VllmPolicy(EnginePolicy):
     name: ClassVar[str] = "vllm"
     known_settings: ClassVar[Mapping[str, str]] = KNOWN_SETTINGS
 
-    def plan(self, request: PlanRequest, profile: ProfileProvider | None = None) -> Ledger:
-        del profile
+    def plan(self, request: PlanRequest) -> Ledger:
         case = read_case(request)
         ledger = _plan(case)
         if not case.version.is_open:

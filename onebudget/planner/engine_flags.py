@@ -93,14 +93,17 @@ _SGLANG = EngineFlags(
             "disable_cuda_graph", "disable_radix_cache", "kv_cache_dtype", "enable_dp_attention",
             "speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps",
             "speculative_eagle_topk", "speculative_num_draft_tokens", "swa_full_tokens_ratio",
-            "mamba_full_memory_ratio",
+            "mamba_full_memory_ratio", "attention_backend", "enable_hierarchical_cache", "hicache_ratio",
+            "hicache_size",
         ),
     },
-    switches=frozenset({"disable_cuda_graph", "disable_radix_cache", "enable_dp_attention"}),
+    switches=frozenset({
+        "disable_cuda_graph", "disable_radix_cache", "enable_dp_attention", "enable_hierarchical_cache",
+    }),
     lists=frozenset({"cuda_graph_bs"}),
     other_values=frozenset({
         "host", "port", "tokenizer_path", "tokenizer_mode", "load_format", "served_model_name", "chat_template",
-        "api_key", "log_level", "random_seed", "attention_backend", "sampling_backend", "grammar_backend",
+        "api_key", "log_level", "random_seed", "sampling_backend", "grammar_backend",
         "reasoning_parser", "tool_call_parser", "schedule_policy", "schedule_conservativeness", "nnodes", "node_rank",
         "dist_init_addr", "nccl_port", "stream_interval", "watchdog_timeout", "dist_timeout", "download_dir",
         "base_gpu_id", "gpu_id_step", "device", "moe_a2a_backend", "moe_runner_backend", "moe_dense_tp_size",
@@ -111,7 +114,7 @@ _SGLANG = EngineFlags(
         "trust_remote_code", "skip_tokenizer_init", "enable_metrics", "log_requests", "enable_torch_compile",
         "disable_overlap_schedule", "disable_custom_all_reduce", "enable_p2p_check", "enable_mixed_chunk",
         "enable_cache_report", "is_embedding", "enable_multimodal", "show_time_cost", "enable_dp_lm_head",
-        "disable_cuda_graph_padding", "enable_memory_saver", "enable_hierarchical_cache", "skip_server_warmup",
+        "disable_cuda_graph_padding", "enable_memory_saver", "skip_server_warmup",
     }),
 )  # fmt: skip
 _TRTLLM = EngineFlags(
@@ -144,5 +147,7 @@ TRTLLM_OPTIONS: Mapping[str, str] = {
     "kv_cache_config.free_gpu_memory_fraction": "free_gpu_memory_fraction",
     "kv_cache_config.max_tokens": "max_tokens", "kv_cache_config.tokens_per_block": "tokens_per_block",
     "kv_cache_config.dtype": "kv_cache_dtype", "kv_cache_config.use_kv_cache_manager_v2": "kv_cache_manager",
+    "kv_cache_config.host_cache_size": "host_cache_size",
+    "kv_cache_config.max_attention_window": "max_attention_window",
 }  # fmt: skip
 """Keys of TensorRT-LLM's options file, with a dot for a level, and where they belong."""

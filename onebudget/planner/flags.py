@@ -250,7 +250,10 @@ def options_from(document: Mapping[str, Any], notes: list[str]) -> dict[str, Any
     for key, value in flat.items():
         if key in TRTLLM_OPTIONS:
             place = TRTLLM_OPTIONS[key]
-            found[place] = ("v2" if value else "v1") if place == "kv_cache_manager" else value
+            if place != "kv_cache_manager":
+                found[place] = value
+            elif value != "auto":
+                found[place] = "v2" if value else "v1"
             continue
         near = difflib.get_close_matches(key, TRTLLM_OPTIONS, n=2, cutoff=_NEAR)
         if near and near[0] != key:

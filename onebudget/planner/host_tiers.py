@@ -8,10 +8,9 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from onebudget.budget.ledger import HostLine
-from onebudget.errors import ConfigError
 from onebudget.planner.host_memory import pinned_bytes, tiers_in_proportion
 from onebudget.planner.policies.dims import dims_from_config
-from onebudget.planner.policies.settings import switch, whole
+from onebudget.planner.policies.settings import size_bytes, switch, whole
 from onebudget.planner.policies.versions import read_version
 from onebudget.units import GIB, align_up, format_bytes
 
@@ -47,20 +46,6 @@ def _lines(**sizes: int) -> tuple[HostLine, ...]:
     return tuple(HostLine(name, nbytes, "rank") for name, nbytes in sizes.items() if nbytes)
 
 
-def _size(settings: Mapping[str, Any], name: str, unit_bytes: int, default: int = 0) -> int:
-    """A setting in units of ``unit_bytes``, as bytes."""
-    value = settings.get(name)
-    if value is None:
-        return default * unit_bytes
-    try:
-        nbytes = int(Fraction(str(value)) * unit_bytes)
-    except ValueError as error:
-        raise ConfigError.for_field(name, value, "a number of at least 0") from error
-    if isinstance(value, bool) or nbytes < 0:
-        raise ConfigError.for_field(name, value, "a number of at least 0")
-    return nbytes
-
-
 def _own(request: PlanRequest, ledger: Ledger, ranks: int) -> Tiers:
     """Our engine shares ``host_cache_bytes`` out among the ranks of a host; the v2 manager takes a tier by itself."""
     given = request.settings.get("host_cache_bytes")
@@ -82,12 +67,12 @@ def _vllm(request: PlanRequest, ledger: Ledger, ranks: int) -> Tiers:
     from onebudget.planner.policies.vllm.case import read_case
 
     notes = []
-    swap = _size(request.settings, "swap_space", GIB, default=4)
+    swap = size_bytes(request.settings, "swap_space", GIB, default=4)
     if read_case(request).limits.worker != "V0":
         if request.settings.get("swap_space"):
             notes.append("swap_space belongs to the first core: this version keeps no blocks on the host by it.")
         swap = 0
-    offloaded = _size(request.settings, "cpu_offload_gb", GIB)
+    offloaded = size_bytes(request.settings, "cpu_offload_gb", GIB)
     if offloaded:
         notes.append("Offloaded weights are pinned tensor by tensor, each rounded up to a power of two: up to twice.")
     return Tiers(_lines(kv_swap=_pinned_swap(request, ledger, swap), offloaded_weights=offloaded), notes=tuple(notes))
@@ -106,7 +91,7 @@ def _sglang(request: PlanRequest, ledger: Ledger, ranks: int) -> Tiers:
     ``hicache_ratio`` times what it stands behind. The memory is registered where it lies, so nothing is rounded."""
     del ranks
     settings = request.settings
-    size = _size(settings, "hicache_size", GB)
+    size = size_bytes(settings, "hicache_size", GB)
     if not switch(settings, "enable_hierarchical_cache", default=False):
         note = "hicache_size and hicache_ratio do nothing without enable_hierarchical_cache."
         return Tiers(notes=(note,) if size or settings.get("hicache_ratio") else ())

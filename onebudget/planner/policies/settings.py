@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from onebudget.errors import ConfigError
@@ -64,6 +65,20 @@ def fraction(settings: Mapping[str, Any], name: str, default: float) -> float:
     if isinstance(value, bool) or not 0 < number <= 1:
         raise ConfigError.for_field(name, value, "above 0 and at most 1")
     return number
+
+
+def size_bytes(settings: Mapping[str, Any], name: str, unit_bytes: int, default: int = 0) -> int:
+    """A setting in units of ``unit_bytes``, as bytes."""
+    value = settings.get(name)
+    if value is None:
+        return default * unit_bytes
+    try:
+        nbytes = int(Fraction(str(value)) * unit_bytes)
+    except ValueError as error:
+        raise ConfigError.for_field(name, value, "a number of at least 0") from error
+    if isinstance(value, bool) or nbytes < 0:
+        raise ConfigError.for_field(name, value, "a number of at least 0")
+    return nbytes
 
 
 def switch(settings: Mapping[str, Any], name: str, *, default: bool) -> bool:

@@ -6,7 +6,7 @@ import pytest
 
 from onebudget.errors import ConfigError
 from onebudget.planner.engine_flags import ENGINE_FLAGS, LAYOUT, WORDS
-from onebudget.planner.flags import read_command
+from onebudget.planner.flags import options_from, read_command
 from onebudget.planner.policies import policy_for
 
 
@@ -41,12 +41,14 @@ def test_module_form_dotted_options_and_experts() -> None:
 def test_sglang(start: str) -> None:
     command = read_command(
         f"{start} --model-path deepseek-ai/DeepSeek-V3 --tp 8 --dp-size 8 --enable-dp-attention "
-        "--mem-fraction-static 0.85 --chunked-prefill-size 4096 --cuda-graph-bs 1 2 8 --page-size 64 --host 0.0.0.0"
+        "--mem-fraction-static 0.85 --chunked-prefill-size 4096 --cuda-graph-bs 1 2 8 --page-size 64 --host 0.0.0.0 "
+        "--enable-hierarchical-cache --hicache-size 40 --attention-backend fa3"
     )
     assert (command.engine, command.model, command.tp, command.dp) == ("sglang", "deepseek-ai/DeepSeek-V3", 8, 8)
     assert command.settings == {
         "enable_dp_attention": True, "mem_fraction_static": 0.85, "chunked_prefill_size": 4096,
-        "cuda_graph_bs": [1, 2, 8], "page_size": 64,
+        "cuda_graph_bs": [1, 2, 8], "page_size": 64, "enable_hierarchical_cache": True, "hicache_size": 40,
+        "attention_backend": "fa3",
     }  # fmt: skip
 
 
@@ -54,7 +56,8 @@ def test_trtllm_with_an_options_file_that_counts_more(tmp_path: Path) -> None:
     options = tmp_path / "extra.yaml"
     options.write_text(
         "kv_cache_config:\n  free_gpu_memory_fraction: 0.8\n  dtype: fp8\n  tokens_per_block: 64\n"
-        "  use_kv_cache_manager_v2: true\nmax_batch_size: 64\nprint_iter_log: true\n"
+        "  use_kv_cache_manager_v2: true\n  host_cache_size: 1073741824\n  max_attention_window: [512, 4096]\n"
+        "max_batch_size: 64\nprint_iter_log: true\n"
     )
     command = read_command(
         f"trtllm-serve serve nvidia/Some-Model --tp_size 4 --ep_size 2 --max_batch_size 8 --max_num_tokens 4096 "
@@ -63,9 +66,13 @@ def test_trtllm_with_an_options_file_that_counts_more(tmp_path: Path) -> None:
     assert (command.engine, command.tp, command.ep) == ("trtllm", 4, 2)
     assert command.settings == {
         "free_gpu_memory_fraction": 0.8, "kv_cache_dtype": "fp8", "tokens_per_block": 64, "kv_cache_manager": "v2",
-        "max_batch_size": 64, "max_num_tokens": 4096,
+        "host_cache_size": 2**30, "max_attention_window": [512, 4096], "max_batch_size": 64, "max_num_tokens": 4096,
     }  # fmt: skip
     assert command.notes == ("The option print_iter_log is not known here, so it changed nothing.",)
+
+
+def test_a_cache_manager_that_trtllm_chooses_itself_is_not_set() -> None:
+    assert "kv_cache_manager" not in options_from({"kv_cache_config": {"use_kv_cache_manager_v2": "auto"}}, [])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from onebudget.budget.ledger import Ledger
 from onebudget.errors import ConfigError
 from onebudget.planner.policies.base import EnginePolicy, Figure, PlanRequest
 from onebudget.planner.policies.ledgers import Budget, Outcome, Part, build_ledger, pool_range, widened
-from onebudget.planner.policies.settings import fraction, switch, whole
+from onebudget.planner.policies.settings import fraction, size_bytes, switch, whole
 from onebudget.planner.policies.versions import recent
 from onebudget.planner.policies.vllm.case import KNOWN_SETTINGS, Case, rank_shards, read_case
 from onebudget.planner.policies.vllm.chosen import reserved_room
@@ -29,6 +29,7 @@ from onebudget.planner.policies.vllm.pool import pool_of
 from onebudget.planner.policies.weight_headers import rank_weights
 from onebudget.planner.policies.weight_rules import Shard
 from onebudget.planner.unified import free_at_start, system_notes
+from onebudget.units import GIB, format_bytes
 
 
 class VllmPolicy(EnginePolicy):
@@ -75,7 +76,7 @@ def _stage(case: Case, shard: Shard) -> Outcome:
     budget = Budget(
         limit, "gpu_memory_utilization", util, int(util * _total_spread(request, case.total_bytes)) + limit // 100
     )
-    weights = rank_weights(request, dims, case.kind, shard)
+    weights = _on_device(rank_weights(request, dims, case.kind, shard), case)
     ranks = request.layout.tp * request.layout.pp
     outside = non_torch(version, limits.worker, request.gpu, request.layout.tp, ranks)
     graphs = graph_bytes(limits, dims, request.layout.tp)
@@ -107,6 +108,15 @@ def _stage(case: Case, shard: Shard) -> Outcome:
         notes=(*_notes(case), *system_notes(request, util)), warnings=_warnings(case),
         free_bytes=free_at_start(request),
     )  # fmt: skip
+
+
+def _on_device(weights: Figure, case: Case) -> Figure:
+    """Without what ``cpu_offload_gb`` keeps on the host, which is in GiB and per rank."""
+    kept_away = size_bytes(case.settings, "cpu_offload_gb", GIB)
+    if not kept_away:
+        return weights
+    best, low, high = (max(nbytes - kept_away, 0) for nbytes in (weights.bytes, weights.low_bytes, weights.high_bytes))
+    return Figure(best, low, high, weights.basis, f"{weights.why}; {format_bytes(kept_away)} more on the host")
 
 
 def _encodes(case: Case, shard: Shard) -> bool:

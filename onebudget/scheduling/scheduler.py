@@ -288,7 +288,7 @@ class Scheduler:
         if request.finished:
             return
         if request.suspended:
-            request.state = RequestState.WAITING
+            request.state, request.chunk_tokens = RequestState.WAITING, 0
         else:
             self.recomputed_tokens += request.computed_tokens
             request.pause()

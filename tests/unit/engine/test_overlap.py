@@ -18,6 +18,10 @@ from onebudget.devtools.scripted import ScriptedRunner, scripted_executor
 from onebudget.engine.executor import Executor
 from onebudget.errors import CapacityError, NoFreeSlotsError
 from onebudget.resources import SequenceSlotManager
+from onebudget.resources.kv.choice import kv_manager
+from onebudget.resources.kv.group import KVGroup
+from onebudget.resources.kv.store import CountedStore
+from onebudget.resources.kv.tier import CountedTier
 
 END = 2
 
@@ -314,6 +318,23 @@ def test_a_request_paused_while_its_token_is_on_its_way_keeps_the_token() -> Non
     assert len(first.output_token_ids) == len(tokens) == 8
     assert_empty(engine)
     assert engine.counters.paused == second.pauses
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_suspended_request_comes_back_however_long_its_prompt_was(overlap: bool) -> None:
+    """It needs room for its next token, not once more for the prompt that it computed in one piece."""
+    config = BudgetConfig(
+        max_seq_len=256, max_num_tokens=64, tokens_per_block=4, overlap=overlap, kv_cache_manager="v2",
+    )  # fmt: skip
+    store = CountedStore(12, 4)
+    kv = kv_manager([KVGroup(store, near=CountedTier("host", 12))], config)
+    engine = Executor(config, cast("Any", ScriptedRunner(seven)), kv)
+    engine.submit(first := request(1, 4, 12))
+    engine.submit(second := request(2, 36, 12))
+    drain(engine)
+    assert (engine.counters.resumed, second.pauses) == (1, 1)
+    assert [len(one.output_token_ids) for one in (first, second)] == [12, 12]
+    assert_empty(engine)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

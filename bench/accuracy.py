@@ -77,7 +77,8 @@ def judge(case: Mapping[str, Any]) -> Result | None:
     except (ConfigError, ModelError):
         return None
     try:
-        ledger = policy_for(engine).plan(request)
+        policy = policy_for(engine)
+        ledger = policy.widened(request, policy.plan(request))
     except ModelError:
         return None
     except OneBudgetError as error:

@@ -105,7 +105,7 @@ def answer(question: Question, *, host_memory_bytes: int | None = None) -> Ledge
 
     With ``host_memory_bytes`` a plan whose ranks keep more than that on their host does not fit."""
     question = on_host(question, host_memory_bytes)
-    ledger = question.ledger()
+    ledger = question.policy().widened(question.request(), question.ledger())
     ranks, limiting = rank_table(question.request(), ledger)
     ledger = ledger.replace(ranks=ranks or ledger.ranks, limiting_rank=limiting, answers=answers_of(question, ledger))
     if not meets_target(question, ledger):

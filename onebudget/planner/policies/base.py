@@ -80,3 +80,9 @@ class EnginePolicy(ABC):
         A plan that does not fit comes back with ``fits`` False and the shortfall; it does not raise. Raises
         ``ConfigError`` for settings, versions and layouts that contradict each other or the model.
         """
+
+    def widened(self, request: PlanRequest, ledger: Ledger) -> Ledger:
+        """``ledger``, the plan of ``request``, with a range that also holds where the request leaves open what an
+        engine is told by nobody else, as its version."""
+        del request
+        return ledger

@@ -39,9 +39,10 @@ class VllmPolicy(EnginePolicy):
     known_settings: ClassVar[Mapping[str, str]] = KNOWN_SETTINGS
 
     def plan(self, request: PlanRequest) -> Ledger:
-        case = read_case(request)
-        ledger = _plan(case)
-        if not case.version.is_open:
+        return _plan(read_case(request))
+
+    def widened(self, request: PlanRequest, ledger: Ledger) -> Ledger:
+        if not read_case(request).version.is_open:
             return ledger
         others = [_plan(read_case(replace(request, engine_version=version))) for version in recent(self.name)]
         return widened(ledger, others)

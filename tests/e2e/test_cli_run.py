@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,15 @@ def test_a_card_too_small_is_status_1_with_a_ledger_that_sums(demo_model: Path) 
     assert total(document) == document["capacity_bytes"] == 280 * 2**20
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Tests that a shell runs in the background ignore interrupts, and so would whoever they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 def test_an_interrupt_prints_what_there_is_and_leaves_with_130(demo_model: Path) -> None:
     prompts = [part for number in range(8) for part in ("--prompt", f"Count to {number}")]
     command = [*RUN, str(demo_model), *prompts, "--max-tokens", "500", "--json"]

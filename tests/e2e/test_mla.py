@@ -158,15 +158,22 @@ def conversations(seed: int, *, longest: int, count: int = 24) -> list[list[int]
     return prompts
 
 
-@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
+LONG = pytest.mark.long
+
+
 @pytest.mark.parametrize(
-    "knobs",
+    ("knobs", "kv"),
     [
-        {"max_num_tokens": 40},
-        {"max_num_tokens": 300},
-        {"max_num_tokens": 300, "context_kv_len_cap": 1},
-        {"max_num_tokens": 300, "enable_chunked_prefill": False},
-        {"max_num_tokens": 8},
+        ({"max_num_tokens": 40}, "auto"),
+        ({"max_num_tokens": 300}, "fp8_e4m3"),
+        ({"max_num_tokens": 300, "context_kv_len_cap": 1}, "auto"),
+        ({"max_num_tokens": 300, "enable_chunked_prefill": False}, "fp8_e4m3"),
+        pytest.param({"max_num_tokens": 40}, "fp8_e4m3", marks=LONG),
+        pytest.param({"max_num_tokens": 300}, "auto", marks=LONG),
+        pytest.param({"max_num_tokens": 300, "context_kv_len_cap": 1}, "fp8_e4m3", marks=LONG),
+        pytest.param({"max_num_tokens": 300, "enable_chunked_prefill": False}, "auto", marks=LONG),
+        pytest.param({"max_num_tokens": 8}, "auto", marks=LONG),
+        pytest.param({"max_num_tokens": 8}, "fp8_e4m3", marks=LONG),
     ],
 )
 def test_what_the_cap_admits_always_fits(folder: Path, knobs: dict[str, Any], kv: str) -> None:

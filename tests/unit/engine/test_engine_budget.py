@@ -196,7 +196,7 @@ def test_nothing_is_left_behind_on_a_card_that_was_too_small(tiny: Tiny, monkeyp
     assert [(device.closed, device.account.used_bytes) for device in devices] == [(True, 0)] * 3
 
 
-@pytest.mark.parametrize("kind", ["gqa", "moe"])
+@pytest.mark.parametrize("kind", ["gqa", pytest.param("moe", marks=pytest.mark.long)])
 def test_every_change_that_is_advised_can_be_built(tiny: Tiny, kind: TinyKind) -> None:
     for memory in (2**20, 2**21, 2**22):
         knobs = {**KNOBS, "max_num_tokens": 2048, "device_memory": memory}
@@ -206,7 +206,7 @@ def test_every_change_that_is_advised_can_be_built(tiny: Tiny, kind: TinyKind) -
                 assert llm.generate([[5]], SamplingParams(max_tokens=2, temperature=0))[0].error is None
 
 
-@pytest.mark.parametrize("kind", ["gqa", "moe"])
+@pytest.mark.parametrize("kind", ["gqa", pytest.param("moe", marks=pytest.mark.long)])
 def test_changes_that_shrink_the_engine_can_be_built(tiny: Tiny, kind: TinyKind) -> None:
     """As above without the larger card."""
     tried = set()

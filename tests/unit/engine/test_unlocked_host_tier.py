@@ -84,6 +84,7 @@ def test_a_tier_of_a_given_size_is_used_unlocked(tiny: Callable[[str], Path]) ->
     assert said["same"]
 
 
+@pytest.mark.long
 def test_a_tier_that_nobody_asked_for_is_left_out_and_that_is_said(tiny: Callable[[str], Path]) -> None:
     said = unprivileged(tiny("gqa"))
     (warning,) = [text for text in said["warnings"] if "host tier" in text]

@@ -47,16 +47,22 @@ def deep_config(kind: TinyKind) -> dict[str, Any]:
     return {**config, "architectures": None}
 
 
+LARGE_STEPS = {"max_seq_len": 256, "max_num_tokens": 512}
+SMALL_STEPS = {"max_seq_len": 128, "max_num_tokens": 48, "max_batch_size": 3, "tokens_per_block": 5}
+QUOTA = {"max_seq_len": 256, "max_num_tokens": 96, "kv_cache_manager": "v2"}
+
+
 @pytest.mark.parametrize("kind", TINY_KINDS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "knobs",
+    ("knobs", "dtype"),
     [
-        {"max_seq_len": 256, "max_num_tokens": 512},
-        {"max_seq_len": 128, "max_num_tokens": 48, "max_batch_size": 3, "tokens_per_block": 5},
-        {"max_seq_len": 256, "max_num_tokens": 96, "kv_cache_manager": "v2"},
+        (LARGE_STEPS, "float32"),
+        (SMALL_STEPS, "bfloat16"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in [
+            (LARGE_STEPS, "bfloat16"), (SMALL_STEPS, "float32"), (QUOTA, "float32"), (QUOTA, "bfloat16"),
+        ]),
     ],
-)
+)  # fmt: skip
 def test_few_layers_equal_all_layers(kind: TinyKind, dtype: str, knobs: dict[str, Any], tmp_path: Path) -> None:
     config = BudgetConfig(**knobs)
     folder = tmp_path / "whole"

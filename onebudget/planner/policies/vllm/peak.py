@@ -80,18 +80,21 @@ def profile_peak(
         f"the larger of forward ({tokens} tokens, {forward / GIB:.2f} GiB) and sampler ({rows} rows of {dims.vocab} x "
         f"{factor} B, {sampler / GIB:.2f} GiB)" + (f", or an encoder ({encoder / GIB:.2f} GiB)" if encoder else "")
     )
-    low, high = peak * 95 // 100, peak * 106 // 100 + kept
-    if not version.at_least(0, 6, 4):
-        low, high = (
-            peak * (100 + HOLES_PERCENT // 2) // (100 + HOLES_PERCENT),
-            peak * (100 + 2 * HOLES_PERCENT) // (100 + HOLES_PERCENT),
-        )
+    low, high = _bounds(peak, kept, version)
     if dims.compressed is not None and not limits.tokens_given:  # recipes set the tokens of a step to half or twice
         low, high = low - forward // 2, high + forward
     if not version.given:  # the sampler is what changed most between versions
         native = NATIVE_SORT * rows * align_up(dims.vocab, VOCAB_PADDING) if shard.has_head else 0
         low, high = min(low, forward), max(high, min(native, 2 * peak + GIB // 2))
     return Figure(peak, low, high + GIB // 20, "modelled", why)
+
+
+def _bounds(peak: int, kept: int, version: EngineVersion) -> tuple[int, int]:
+    """Printed peaks of text models lie this close; where holes count, the range halves and doubles their share."""
+    if version.at_least(0, 6, 4):
+        return peak * 95 // 100, peak * 106 // 100 + kept
+    in_use = peak * 100 // (100 + HOLES_PERCENT)
+    return in_use * (100 + HOLES_PERCENT // 2) // 100, in_use * (100 + 2 * HOLES_PERCENT) // 100
 
 
 def _encoder_bytes(dims: Dims, tokens: int) -> int:

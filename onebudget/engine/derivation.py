@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from onebudget.attention import backend_for
@@ -52,8 +53,10 @@ def engine_ledger(
     encoder: MultimodalEncoder | None = None,
     notes: Iterable[str] = (),
     dry: DryRuns | None = None,
+    advises: bool = True,
 ) -> Ledger:
-    """The budget of one model on one device. ``BudgetError`` with simulated ways out when it doesn't fit.
+    """The budget of one model on one device. ``BudgetError`` with simulated ways out when it doesn't fit; without
+    ``advises`` only those that take no profile of their own.
 
     ``dry`` answers what changes would make of the profile, and what graphs will hold; None: the model in ``folder``.
     """
@@ -88,7 +91,7 @@ def engine_ledger(
         groups=None if is_plain(layers) else lambda kv_bytes: ledger_groups(kv_bytes, layers, config),
         host=_host_lines(profile, config),
         notes=[*notes, *([f"No profiling run took place: {reason}."] if reason else []), *_rank_notes(facts)],
-        candidates=lambda wanted: _candidates(dry, facts, dtype, wanted, profile, granule),
+        candidates=partial(_candidates, dry, facts, dtype, profile=profile, granule_bytes=granule) if advises else None,
     )
     tiers = host_lines(config, device.facts, ledger.kv_cache.bytes, facts.ranks, layers)
     return ledger.replace(host=(*ledger.host, *tiers))

@@ -87,7 +87,7 @@ def _seats(question: Question) -> int | None:
 def at_length(question: Question, length: int) -> Ledger | None:
     """The plan with another longest request; None where the engine refuses that length."""
     try:
-        return question.with_settings(**{LENGTH[question.engine]: length}).ledger()
+        return replace(question.with_settings(**{LENGTH[question.engine]: length}), advises=False).ledger()
     except ConfigError:
         return None
 

@@ -53,8 +53,9 @@ def _try(found: dict[str, Change], question: Question, before: Ledger, change: M
     if key in found:
         return
     try:
-        after = question.changed(change).ledger()
-        helps = meets_target(question.changed(change), after)
+        changed = replace(question.changed(change), advises=False)
+        after = changed.ledger()
+        helps = meets_target(changed, after)
     except OneBudgetError:
         return
     if helps:

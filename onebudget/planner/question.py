@@ -44,7 +44,8 @@ LAYOUT = ("gpu", "tp", "pp", "ep", "dp", "kv_dtype", "weights_dtype")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A model, a card, an engine and what was set. ``quick``: our engine's terms by closed form.
+    """A model, a card, an engine and what was set. ``quick``: our engine's terms by closed form;
+    ``advises`` False: whether it fits is all that is asked.
 
     ``target_seq_len`` and ``target_concurrency``: requests of that length, and how many at once, that the plan should
     hold.
@@ -68,6 +69,7 @@ class Question:
     target_seq_len: int | None = None
     target_concurrency: int | None = None
     quick: bool = False
+    advises: bool = True
 
     @property
     def on_host(self) -> bool:
@@ -92,7 +94,7 @@ class Question:
             return policy_for(self.engine)
         from onebudget.planner.policies.onebudget import OnebudgetPolicy
 
-        return OnebudgetPolicy(quick=self.quick)
+        return OnebudgetPolicy(quick=self.quick, advises=self.advises)
 
     def ledger(self) -> Ledger:
         """The plain plan: what the engine would do, without answers."""

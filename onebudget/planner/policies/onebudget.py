@@ -66,21 +66,23 @@ class Case:
 
 
 class OnebudgetPolicy(EnginePolicy):
-    """``quick``: closed forms instead of a dry run, and so without torch."""
+    """``quick``: closed forms instead of a dry run, and so without torch. ``advises`` False: only whether a plan fits
+    is of interest, not what would help, which takes dry runs of its own."""
 
     name: ClassVar[str] = "onebudget"
     known_settings: ClassVar[Mapping[str, str]] = {
         name: knob.about for name, knob in KNOBS.items() if name not in UNBUILT_KNOBS
     }
 
-    def __init__(self, *, quick: bool = False) -> None:
+    def __init__(self, *, quick: bool = False, advises: bool = True) -> None:
         self._quick = quick
+        self._advises = advises
 
     def plan(self, request: PlanRequest) -> Ledger:
         case = read_case(request)
         if not self._quick:
             try:
-                return _finished(case, _by_dry_run(case))
+                return _finished(case, _by_dry_run(case, advises=self._advises))
             except ModelError as error:
                 case = replace(case, notes=(*case.notes, f"No dry run: {error} The terms of the peak are modelled."))
             except ModuleNotFoundError as error:
@@ -180,7 +182,7 @@ def _warnings(request: PlanRequest, dims: Dims, kind: WeightFormat) -> Iterator[
 # -- by dry run -------------------------------------------------------------------------------------------------------
 
 
-def _by_dry_run(case: Case) -> Ledger:
+def _by_dry_run(case: Case, *, advises: bool) -> Ledger:
     """The engine's own derivation over the dry run of a few layers, as each rank computes them."""
     from onebudget.device import open_device
     from onebudget.engine.derivation import engine_ledger
@@ -196,7 +198,7 @@ def _by_dry_run(case: Case) -> Ledger:
         try:
             ledger = engine_ledger(
                 few.folder, few.facts, case.dtype, case.config, profile, device=device,
-                rounding_bytes=profile.extra_cost_bytes - case.context_bytes, dry=dry,
+                rounding_bytes=profile.extra_cost_bytes - case.context_bytes, dry=dry, advises=advises,
             )  # fmt: skip
         except BudgetError as error:
             if error.ledger is None:
